@@ -106,3 +106,11 @@ def find_runs(root: Path = Path("runs")) -> list[Path]:
         return []
     runs = [path.parent for path in root.glob("*/config.json")]
     return sorted(runs, key=lambda run: ((run / "config.json").stat().st_mtime, run.name))
+
+
+def human_count(value: float) -> str:
+    """1234567 -> '1.23M'."""
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:g}"
