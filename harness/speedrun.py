@@ -166,7 +166,8 @@ def describe_hardware(hardware: Hardware, gpus: int) -> str:
     ram = f"{hardware.ram_bytes / GIB:.0f} GiB of memory free"
     if not hardware.gpus:
         return f"CPU only, {ram}"
-    return f"{gpus} of {len(hardware.gpus)} GPUs: {hardware.gpus[0]}, {hardware.gpu_bytes / GIB:.0f} GiB each; {ram}"
+    each = f"{hardware.gpus[0]}, {hardware.gpu_bytes / GIB:.0f} GiB each"
+    return f"{gpus} of {len(hardware.gpus)} GPUs: {each}; {ram}"
 
 
 def count_parameters(cfg: Config) -> int:
