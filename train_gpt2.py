@@ -1,0 +1,2206 @@
+"""Train GPT-2 124M. One file, three recipes, one node.
+
+    python train_gpt2.py sample                                       # a laptop CPU, minutes
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py speedrun    # Muon, to FineWeb val loss 3.28
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py gpt2        # the control: llm.c's AdamW recipe
+
+It reads token shards (--data), and leaves a run directory (--run-dir) from which everything else is read:
+config.json, env.json, metrics.jsonl, result.json, model.safetensors, checkpoints/. Importing it does nothing,
+so its pure parts (Config, GPT, TokenStream, load_run, ...) can be used from elsewhere. Reads top to bottom:
+config, data, model, loss, optimizer, run directory, checkpoints, training loop.
+
+Shapes in names: B sequences, T positions, C width, H heads, D head width, V padded vocabulary, N = B*T tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import datetime
+import enum
+import fcntl
+import hashlib
+import io
+import json
+import math
+import os
+import pickle
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SCHEMA = 1  # version in every JSON file of a run; a reader that meets another says so
+EOT = 50256  # <|endoftext|>, which starts every document
+
+
+class UserError(ValueError):
+    """A person's mistake: one clear line, exit code 2, no traceback."""
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of the trainer."""
+
+    OK = 0
+    FAILED = 1  # a bug: there is a traceback
+    BAD_INPUT = 2  # one line says what is wrong; nothing was written
+    NON_FINITE = 3  # loss or gradient became inf or nan; the weights are those before that step
+    OUT_OF_MEMORY = 4
+    STOPPED = 5  # SIGTERM or SIGINT: the step was finished and the state saved
+    PEER_LOST = 6  # another rank died or hangs
+    DISK = 7  # a checkpoint could not be written and --on-save-error is stop
+    SPIKE = 8  # a loss spike, and --spike is halt
+
+
+class Halt(Exception):
+    """Ends training early with an exit code and one line."""
+
+    def __init__(self, code: Exit, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+# ------------------------------------------------------------------------------------------------ config
+
+Precision = Literal["bf16", "fp32", "fp16"]
+Toggle = Literal["auto", "on", "off"]
+
+
+def opt(default: Any, text: str) -> Any:
+    """A config field with its help line."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run depends on. Every field is a flag: n_layer is --n-layer."""
+
+    recipe: str = opt("gpt2", "name of the preset these values started from")
+    run_dir: str = opt("", "where the run is written; empty: runs/<recipe>-<date>")
+    data: str = opt("data/fineweb10B", "folder of token shards, *_train_*.bin and *_val_*.bin")
+    seed: int = opt(1337, "seed of the initial weights")
+    # Model.
+    n_layer: int = opt(12, "number of blocks")
+    n_head: int = opt(12, "attention heads")
+    n_embd: int = opt(768, "width")
+    seq_len: int = opt(1024, "context length T in tokens")
+    vocab_size: int = opt(50257, "real token ids; loss, evaluation and sampling see these only")
+    padded_vocab: int = opt(50304, "rows of embedding and head, padded for speed; the padding is masked out")
+    position: Literal["learned", "rotary", "none"] = opt("learned", "position encoding")
+    norm: Literal["layer", "rms"] = opt("layer", "LayerNorm with weights, or RMSNorm without")
+    activation: Literal["gelu", "relu2"] = opt("gelu", "GELU(tanh) or ReLU squared in the MLP")
+    bias: bool = opt(True, "biases in linear layers")
+    tied_head: bool = opt(True, "output head shares the token embedding")
+    qk_norm: bool = opt(False, "RMSNorm on queries and keys")
+    zero_init: bool = opt(False, "projections back to the residual stream, and an untied head, start at zero")
+    softcap: float = opt(0.0, "logits become c*tanh(logits/c); 0: off")
+    attn_scale: float = opt(0.0, "scale of attention scores; 0: 1/sqrt(head width)")
+    x0_mix: bool = opt(False, "every block sees a learned mix of its input and the token embedding")
+    value_embeds: int = opt(0, "token-embedding tables added to the values of the first and last n blocks")
+    unet_skip: bool = opt(False, "learned skip connections from the first half of the blocks to the second")
+    attn_gate: bool = opt(False, "each head's output is gated by a sigmoid of the first 12 channels")
+    smear: bool = opt(False, "each embedding takes in a gated part of the one before it")
+    # Optimizer.
+    optimizer: Literal["adamw", "muon"] = opt("adamw", "muon: Muon for matrices inside blocks, AdamW for the rest")
+    muon_lr: float = opt(0.02, "Muon learning rate, times sqrt(max(1, rows/cols))")
+    muon_momentum: float = opt(0.95, "Muon (Nesterov) momentum")
+    muon_momentum_warmup: int = opt(0, "steps over which momentum rises from 0.85")
+    muon_beta2: float = opt(0.0, "NorMuon: decay of the per-row second moment; 0: plain Muon")
+    muon_wd: float = opt(0.0, "cautious weight decay of Muon: only where it agrees with the update; times lr")
+    lr: float = opt(6e-4, "AdamW learning rate of matrices outside Muon")
+    embed_lr: float = opt(6e-4, "AdamW learning rate of embeddings")
+    head_lr: float = opt(6e-4, "AdamW learning rate of an untied head")
+    scalar_lr: float = opt(6e-4, "AdamW learning rate of biases, norms, gates and scalars")
+    beta1: float = opt(0.9, "AdamW beta1")
+    beta2: float = opt(0.95, "AdamW beta2")
+    eps: float = opt(1e-8, "AdamW epsilon")
+    weight_decay: float = opt(0.1, "AdamW weight decay of matrices and embeddings, times lr")
+    clip: float = opt(1.0, "global gradient-norm clip; 0: off")
+    schedule: Literal["constant", "linear", "cosine"] = opt("cosine", "after warm-up; linear: constant, then warmdown")
+    warmup_steps: int = opt(700, "linear warm-up of the learning rate")
+    warmdown_frac: float = opt(0.0, "last part of the steps over which `linear` decays")
+    final_lr_frac: float = opt(0.0, "learning rate at the end, as a part of its peak")
+    # Budget and data.
+    batch_tokens: int = opt(524_288, "tokens per optimizer step over all ranks")
+    micro_batch: int = opt(64, "sequences per forward on one rank")
+    max_steps: int = opt(19_560, "optimizer steps")
+    max_minutes: float = opt(0.0, "stop after this much training time; 0: no limit")
+    epochs: int = opt(1, "passes over the train shards allowed; running out is an error before training")
+    val_every: int = opt(250, "validate every so many steps, and at the end; 0: at the end only")
+    val_tokens: int = opt(10_485_760, "validation tokens, the first of the val shards")
+    val_batch: int = opt(64, "sequences per validation forward on one rank")
+    # Execution.
+    device: Literal["auto", "cpu", "cuda"] = opt("auto", "auto: cuda where there is one")
+    precision: Precision = opt("bf16", "arithmetic of the forward and backward; weights and sums stay fp32")
+    compile: Toggle = opt("auto", "torch.compile the blocks; auto: on for CUDA (measured not to pay on CPU)")
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = opt("auto", "SDPA backend; auto: the fastest that works")
+    parallel: Literal["owner", "ddp", "zero1"] = opt(
+        "owner", "several ranks. ddp: all replicated. owner: each Muon matrix updated by one rank. zero1: AdamW too"
+    )
+    ddp_bucket_mb: int = opt(25, "DDP gradient bucket size in MB")
+    threads: int = opt(0, "CPU threads per rank, recorded; 0: all cores over the ranks")
+    deterministic: bool = opt(False, "bit-equal repetition on CUDA, at some cost in speed")
+    comm_timeout: float = opt(120.0, "seconds without an answer after which a rank counts as lost")
+    # Checkpoints and logging.
+    checkpoint_every: str = opt("auto", "steps (100), minutes (10m), 0 for off, or auto: by save cost and failure rate")
+    keep: int = opt(2, "verified checkpoints kept, at least 2")
+    resume: str = opt("", "newest (also a bare --resume), auto (start afresh if there is none), a step, or a path")
+    mirror: str = opt("", "copy checkpoints to this folder or fsspec URI (s3://...), verified")
+    mtbf_hours: float = opt(24.0, "mean time between failures of one device, for checkpoint_every=auto")
+    spot_mtbf_hours: float = opt(0.0, "mean time between preemptions of the whole machine; 0: not a spot machine")
+    on_save_error: Literal["continue", "stop"] = opt("continue", "when a checkpoint cannot be written")
+    spike: Literal["off", "skip", "halt"] = opt("off", "loss or gradient-norm spike: skip the update, or save and halt")
+    spike_z: float = opt(6.0, "z-score over the window that counts as a spike")
+    spike_window: int = opt(128, "steps in the spike window")
+    wandb: Literal["off", "online", "offline"] = opt("off", "also log to Weights & Biases")
+    on_finish: str = opt("", "shell command run once at the end, when all results are durably written")
+    on_finish_when: Literal["always", "success", "failure"] = opt("always", "which ends run --on-finish")
+
+
+# Fields that say how or where a run executes, not what it learns.
+EXECUTION_FIELDS = frozenset(
+    "run_dir seed device compile attention parallel ddp_bucket_mb threads deterministic comm_timeout micro_batch val_batch "
+    "checkpoint_every keep resume mirror mtbf_hours spot_mtbf_hours on_save_error wandb on_finish on_finish_when "
+    "data max_minutes".split()
+)
+
+RECIPES: dict[str, Config] = {
+    # llm.c's reproduction: val loss 3.2722 on FineWeb after 10.26B tokens.
+    "gpt2": Config(),
+    # Muon (Jordan et al. 2024) and the architecture that grew around it in the GPT-2 speedruns.
+    "speedrun": Config(
+        recipe="speedrun", n_head=6, position="rotary", norm="rms", activation="relu2", bias=False, tied_head=False,
+        qk_norm=True, zero_init=True, softcap=15.0, attn_scale=0.12, x0_mix=True, value_embeds=3, unet_skip=True,
+        attn_gate=True, smear=True,
+        optimizer="muon", muon_lr=0.03, muon_momentum_warmup=200, muon_beta2=0.95, muon_wd=0.1,
+        lr=0.005, embed_lr=0.3, head_lr=0.005, scalar_lr=0.02, beta1=0.8, beta2=0.95, eps=1e-10, weight_decay=0.0, clip=0.0,
+        schedule="linear", warmup_steps=0, warmdown_frac=0.6, final_lr_frac=0.05,
+        batch_tokens=262_144, micro_batch=64, max_steps=6_000, val_every=250,
+    ),
+    # The speedrun made small enough for two CPU cores and the embedded sample text.
+    "sample": Config(
+        recipe="sample", data="data/sample", n_layer=4, n_head=4, n_embd=256, seq_len=256, position="rotary", norm="rms",
+        activation="relu2", bias=False, tied_head=False, qk_norm=True, zero_init=True, softcap=15.0, attn_scale=0.12,
+        x0_mix=True, unet_skip=True, attn_gate=True, smear=True,
+        optimizer="muon", muon_lr=0.03, muon_momentum_warmup=20, muon_beta2=0.95, muon_wd=0.1,
+        lr=0.005, embed_lr=0.3, head_lr=0.005, scalar_lr=0.02, beta1=0.8, beta2=0.95, eps=1e-10, weight_decay=0.0, clip=0.0,
+        schedule="linear", warmup_steps=0, warmdown_frac=0.6, final_lr_frac=0.05,
+        batch_tokens=1_024, micro_batch=4, max_steps=120, val_every=40, val_tokens=32_768, val_batch=8, precision="fp32",
+    ),
+}
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise UserError(f"{message} (python train_gpt2.py --help lists recipes and flags)")
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line: a recipe, then any field of Config as a flag."""
+    parser = _OneLineParser(
+        prog="train_gpt2.py", allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", choices=list(RECIPES), help="preset of all the values below")
+    hints = get_type_hints(Config)
+    for f in dataclasses.fields(Config):
+        if f.name == "recipe":
+            continue
+        kind = hints[f.name]
+        defaults = {name: getattr(cfg, f.name) for name, cfg in RECIPES.items()}
+        shown = defaults["gpt2"] if len(set(map(str, defaults.values()))) == 1 else " ".join(f"{k}:{v}" for k, v in defaults.items())
+        more: dict[str, Any] = {"type": kind}
+        if get_args(kind):
+            more = {"choices": get_args(kind)}
+        elif kind is bool:
+            more = {"type": _boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
+        elif f.name == "resume":
+            more = {"nargs": "?", "const": "newest"}
+        text = f"{f.metadata['help']} [{shown}]".replace("%", "%%")
+        parser.add_argument(f"--{f.name.replace('_', '-')}", default=None, help=text, **more)
+    return parser
+
+
+def parse_args(argv: list[str]) -> Config:
+    """Command line to Config. Raises UserError for anything that does not fit."""
+    given = {k: v for k, v in vars(build_parser().parse_args(argv)).items() if v is not None}
+    cfg = dataclasses.replace(RECIPES[given.pop("recipe")], **given)
+    check_config(cfg)
+    return cfg
+
+
+def check_config(cfg: Config) -> None:
+    """Refuses a config that cannot run, before anything is written. Raises UserError."""
+    for name in ("n_layer n_head n_embd seq_len batch_tokens micro_batch max_steps val_batch epochs".split()):
+        if getattr(cfg, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(cfg, name)}")
+    if cfg.n_embd % cfg.n_head or (cfg.n_embd // cfg.n_head) % 4:
+        raise UserError(f"--n-embd {cfg.n_embd} must be a multiple of 4 times --n-head {cfg.n_head}")
+    if not 0 < cfg.vocab_size <= cfg.padded_vocab:
+        raise UserError(f"--vocab-size {cfg.vocab_size} must be at most --padded-vocab {cfg.padded_vocab}")
+    if cfg.val_tokens < cfg.seq_len or cfg.val_tokens % cfg.seq_len:
+        raise UserError(f"--val-tokens {cfg.val_tokens} must be a multiple of --seq-len {cfg.seq_len}")
+    if 2 * cfg.value_embeds > cfg.n_layer:
+        raise UserError(f"--value-embeds {cfg.value_embeds} needs at least {2 * cfg.value_embeds} blocks; --n-layer is {cfg.n_layer}")
+    if cfg.keep < 2:
+        raise UserError(f"--keep {cfg.keep}: at least 2 verified checkpoints are kept, since the newest can be bad")
+    parse_cadence(cfg.checkpoint_every)
+
+
+def parse_cadence(text: str) -> tuple[str, float]:
+    """'100' -> ('steps', 100), '10m' -> ('seconds', 600), 'auto' -> ('auto', 0), '0' -> ('off', 0)."""
+    if text in ("auto", "0"):
+        return ("auto" if text == "auto" else "off"), 0.0
+    try:
+        kind, value = ("seconds", float(text[:-1]) * 60) if text.endswith("m") else ("steps", float(int(text)))
+    except ValueError:
+        value = -1.0
+    if value <= 0:
+        raise UserError(f"--checkpoint-every {text!r}: give steps (100), minutes (10m), auto, or 0 for off")
+    return kind, value
+
+
+def grad_accum_steps(cfg: Config, world: int) -> int:
+    """Micro-batches per rank and step. Raises UserError where they do not divide the batch."""
+    per_pass = cfg.micro_batch * cfg.seq_len * world
+    if cfg.batch_tokens % per_pass:
+        raise UserError(
+            f"--batch-tokens {cfg.batch_tokens} is not a multiple of {per_pass} = --micro-batch {cfg.micro_batch} "
+            f"x --seq-len {cfg.seq_len} x {world} ranks; choose a micro-batch that divides it"
+        )
+    return cfg.batch_tokens // per_pass
+
+
+def _hash_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def config_hash(cfg: Config) -> str:
+    """Hash of every field."""
+    return _hash_json(dataclasses.asdict(cfg))
+
+
+def learning_hash(cfg: Config) -> str:
+    """Hash of the fields that decide what is learned (not seed, data folder, or how it is executed)."""
+    return _hash_json({k: v for k, v in dataclasses.asdict(cfg).items() if k not in EXECUTION_FIELDS})
+
+
+# ------------------------------------------------------------------------------------------------ data
+
+SHARD_MAGIC, SHARD_VERSION, HEADER_INTS = 20240520, 1, 256  # llm.c's format: int32 header, then uint16 tokens
+
+
+def open_shard(path: str | Path) -> np.ndarray:
+    """Memory-maps a shard's tokens (uint16) after the cheap checks: magic, version, size against header.
+
+    Raises UserError with the file's name. `python -m data verify --full` checks every token.
+    """
+    path = Path(path)
+    size = path.stat().st_size
+    if size < HEADER_INTS * 4:
+        raise UserError(f"{path}: {size} bytes are too few for a shard header; fetch or build it again")
+    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    if header[0] != SHARD_MAGIC:
+        raise UserError(f"{path}: not a token shard (magic {header[0]}, not {SHARD_MAGIC}); fetch or build it again")
+    if header[1] != SHARD_VERSION:
+        raise UserError(f"{path}: shard version {header[1]} is unknown (this program reads {SHARD_VERSION})")
+    count = int(header[2])
+    if count < 0 or size != HEADER_INTS * 4 + 2 * count:
+        raise UserError(f"{path}: header says {count} tokens, the file holds {(size - 1024) / 2:.0f}; fetch or build it again")
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_INTS * 4, shape=(count,))
+
+
+def find_shards(folder: str | Path, split: Literal["train", "val"]) -> list[Path]:
+    """The shards of a split in order. Raises UserError where there are none."""
+    paths = sorted(Path(folder).glob(f"*_{split}_*.bin"))
+    if not paths:
+        how = "python -m data sample" if Path(folder).name == "sample" else "python -m data fetch fineweb10B"
+        raise UserError(f"no *_{split}_*.bin shards in {folder}; prepare them with `{how}`, or point --data elsewhere")
+    return paths
+
+
+class TokenStream:
+    """Shards joined end to end: one sequence of tokens, in which a slice may cross shards and wraps at the end."""
+
+    def __init__(self, paths: list[Path]):
+        self.shards = [open_shard(p) for p in paths]
+        self.ends = np.cumsum([len(s) for s in self.shards])
+        if not self.ends[-1]:
+            raise UserError(f"{paths[0].parent}: the shards hold no tokens")
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def slice(self, start: int, count: int) -> np.ndarray:
+        """Tokens [start, start + count) as uint16, position taken modulo the length."""
+        out = np.empty(count, dtype=np.uint16)
+        done = 0
+        while done < count:
+            at = (start + done) % len(self)
+            i = int(np.searchsorted(self.ends, at, side="right"))
+            inside = at - (int(self.ends[i]) - len(self.shards[i]))
+            part = self.shards[i][inside : inside + count - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+        return out
+
+
+def data_fingerprint(folder: str | Path) -> str:
+    """manifest.json's fingerprint; without a manifest a hash of names, sizes and samples of every shard, marked so."""
+    manifest = Path(folder) / "manifest.json"
+    if manifest.exists():
+        return str(read_json(manifest)["fingerprint"])
+    digest = hashlib.sha256()
+    for path in [*find_shards(folder, "train"), *find_shards(folder, "val")]:
+        tokens = open_shard(path)
+        digest.update(f"{path.name} {len(tokens)}\n".encode())
+        for start in range(0, len(tokens), max(1, len(tokens) // 16)):
+            digest.update(tokens[start : start + 4096].tobytes())
+    return "unmanifested:" + digest.hexdigest()
+
+
+class Loader:
+    """Micro-batches of the train stream in global order, made ahead by a thread.
+
+    Step s consumes the next `batch_tokens` tokens, whatever the number of ranks: sequence row r of micro-step m
+    on rank k is global row (m * world + k) * micro_batch + r of the step.
+    """
+
+    def __init__(self, cfg: Config, stream: TokenStream, rank: int, world: int, device: torch.device):
+        self.cfg, self.stream, self.rank, self.world, self.device = cfg, stream, rank, world, device
+        self.accum = grad_accum_steps(cfg, world)
+        self.pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self.wait_s = 0.0
+
+    def _make(self, step: int, micro: int) -> Tensor:
+        cfg = self.cfg
+        row = (micro * self.world + self.rank) * cfg.micro_batch
+        start = step * cfg.batch_tokens + row * cfg.seq_len
+        tokens = self.stream.slice(start, cfg.micro_batch * cfg.seq_len + 1)
+        batch = torch.from_numpy(tokens.astype(np.int64))
+        return batch.pin_memory() if self.device.type == "cuda" else batch
+
+    def batches(self, first_step: int, last_step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(inputs, targets), each (micro_batch, T) int64 on the device, for steps first_step .. last_step - 1."""
+        todo = [(s, m) for s in range(first_step, last_step) for m in range(self.accum)]
+        ahead = [self.pool.submit(self._make, *key) for key in todo[:2]]
+        for i in range(len(todo)):
+            began = time.perf_counter()
+            tokens = ahead.pop(0).result()
+            self.wait_s += time.perf_counter() - began
+            if i + 2 < len(todo):
+                ahead.append(self.pool.submit(self._make, *todo[i + 2]))
+            tokens = tokens.to(self.device, non_blocking=True)
+            shape = (self.cfg.micro_batch, self.cfg.seq_len)
+            yield tokens[:-1].view(shape), tokens[1:].view(shape)
+
+
+# ------------------------------------------------------------------------------------------------ model
+
+
+class Linear(nn.Linear):
+    """Weights are kept in fp32 and cast to the activations' type where they are used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype), self.eps)
+
+
+class RMSNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.size(-1),))
+
+
+def rotary_table(seq_len: int, head_width: int, base: float = 1024.0) -> Tensor:
+    """(2, T, D/2) cosines and sines. Half of the frequencies are zero, so that half of each head carries no position
+    (modded-nanogpt record 18, 2025-01)."""
+    freqs = torch.cat([(1 / base) ** torch.linspace(0, 1, head_width // 4), torch.zeros(head_width // 4)])
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), freqs)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x_BTHD: Tensor, rope: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864)."""
+    cos, sin = rope[0, : x_BTHD.size(1), None].to(x_BTHD.dtype), rope[1, : x_BTHD.size(1), None].to(x_BTHD.dtype)
+    a, b = x_BTHD.chunk(2, dim=-1)
+    return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, cfg: Config, value_embed: bool):
+        super().__init__()
+        self.n_head, self.head_width = cfg.n_head, cfg.n_embd // cfg.n_head
+        self.qk_norm, self.rotary = cfg.qk_norm, cfg.position == "rotary"
+        self.scale = cfg.attn_scale or self.head_width**-0.5
+        self.qkv = Linear(cfg.n_embd, 3 * cfg.n_embd, bias=cfg.bias)
+        self.proj = Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
+        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5])) if value_embed else None
+        # Zero-initialised: every head starts half open (modded-nanogpt record 28).
+        self.gate = Linear(12, cfg.n_head, bias=False) if cfg.attn_gate else None
+
+    def forward(self, x_BTC: Tensor, ve_BTC: Tensor | None, rope: Tensor) -> Tensor:
+        B, T, C = x_BTC.shape
+        q, k, v = self.qkv(x_BTC).view(B, T, 3, self.n_head, self.head_width).unbind(2)
+        if self.value_mix is not None:
+            assert ve_BTC is not None
+            v = self.value_mix[0] * v + self.value_mix[1] * ve_BTC.view_as(v)
+        if self.qk_norm:
+            q, k = F.rms_norm(q, (self.head_width,)), F.rms_norm(k, (self.head_width,))
+        if self.rotary:
+            q, k = rotate(q, rope), rotate(k, rope)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=self.scale
+        ).transpose(1, 2)
+        if self.gate is not None:
+            y = y * torch.sigmoid(self.gate(x_BTC[..., :12])).unsqueeze(-1)
+        return self.proj(y.reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.fc = Linear(cfg.n_embd, 4 * cfg.n_embd, bias=cfg.bias)
+        self.proj = Linear(4 * cfg.n_embd, cfg.n_embd, bias=cfg.bias)
+        self.relu2 = cfg.activation == "relu2"  # So et al. 2021, arXiv 2109.08668
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        h = self.fc(x_BTC)
+        return self.proj(F.relu(h).square() if self.relu2 else F.gelu(h, approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, cfg: Config, value_embed: bool, skip: bool):
+        super().__init__()
+        self.norm1, self.norm2 = make_norm(cfg), make_norm(cfg)
+        self.attn, self.mlp = Attention(cfg, value_embed), MLP(cfg)
+        self.x0_mix = nn.Parameter(torch.tensor([1.0, 0.0])) if cfg.x0_mix else None
+        self.skip_weight = nn.Parameter(torch.tensor(1.0)) if skip else None
+
+    def forward(self, x: Tensor, x0: Tensor, skip: Tensor | None, ve: Tensor | None, rope: Tensor) -> Tensor:
+        if self.skip_weight is not None:
+            assert skip is not None
+            x = x + self.skip_weight * skip
+        if self.x0_mix is not None:
+            x = self.x0_mix[0] * x + self.x0_mix[1] * x0
+        x = x + self.attn(self.norm1(x), ve, rope)
+        return x + self.mlp(self.norm2(x))
+
+
+def make_norm(cfg: Config) -> nn.Module:
+    return RMSNorm() if cfg.norm == "rms" else LayerNorm(cfg.n_embd, bias=cfg.bias)
+
+
+COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+
+class GPT(nn.Module):
+    """GPT-2 (Radford et al. 2019) or, by its config, the modern variant that the speedruns arrived at."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.cfg = cfg
+        self.dtype = COMPUTE_DTYPE[cfg.precision]
+        self.wte = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
+        self.wpe = nn.Embedding(cfg.seq_len, cfg.n_embd) if cfg.position == "learned" else None
+        n = cfg.value_embeds
+        # Value embeddings (Zhou et al. 2024, arXiv 2410.17897, in the form of modded-nanogpt record 16): table j serves
+        # blocks j and n_layer - n + j.
+        self.value_tables = nn.ModuleList(nn.Embedding(cfg.padded_vocab, cfg.n_embd) for _ in range(n))
+        self.table_of = [i if i < n else i - (cfg.n_layer - n) if i >= cfg.n_layer - n else -1 for i in range(cfg.n_layer)]
+        self.blocks = nn.ModuleList(
+            Block(cfg, self.table_of[i] >= 0, cfg.unet_skip and i >= cfg.n_layer - cfg.n_layer // 2) for i in range(cfg.n_layer)
+        )
+        self.norm_f = make_norm(cfg)
+        self.head = None if cfg.tied_head else Linear(cfg.n_embd, cfg.padded_vocab, bias=False)
+        self.smear_gate = Linear(12, 1, bias=False) if cfg.smear else None
+        self.smear_scale = nn.Parameter(torch.tensor(0.0)) if cfg.smear else None
+        rope = rotary_table(cfg.seq_len, cfg.n_embd // cfg.n_head) if cfg.position == "rotary" else torch.empty(0)
+        self.register_buffer("rope", rope, persistent=False)
+        self._init_weights()
+
+    @torch.no_grad()
+    def _init_weights(self) -> None:
+        cfg = self.cfg
+        generator = torch.Generator().manual_seed(cfg.seed)
+        modern = cfg.norm == "rms"
+        for name, p in self.named_parameters():
+            if p.ndim < 2:
+                continue  # biases are zeroed below; norms, mixes and scalars have their own starting values
+            residual = name.endswith("proj.weight")
+            if name.endswith("gate.weight") or (cfg.zero_init and (residual or name == "head.weight")):
+                p.zero_()
+            elif modern and name.startswith(("wte", "value_tables")):
+                p.normal_(generator=generator)
+            elif modern:
+                bound = 0.5 * 3**0.5 * cfg.n_embd**-0.5  # uniform of standard deviation 0.5/sqrt(C)
+                p.uniform_(-bound, bound, generator=generator)
+            else:  # GPT-2: 0.02, residual projections divided by sqrt(2 L), as in llm.c
+                p.normal_(std=0.02 / (2 * cfg.n_layer) ** 0.5 if residual else 0.02, generator=generator)
+        for name, p in self.named_parameters():
+            if name.endswith(".bias"):
+                p.zero_()
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.wte.weight if self.head is None else self.head.weight
+
+    def hidden(self, idx_BT: Tensor) -> Tensor:
+        """(B, T) token ids to the final normed residual stream (B, T, C) in the compute type."""
+        T = idx_BT.size(1)
+        if T > self.cfg.seq_len:
+            raise ValueError(f"{T} positions exceed the model's context of {self.cfg.seq_len}")
+        x = self.wte(idx_BT).to(self.dtype)
+        if self.wpe is not None:
+            x = x + self.wpe.weight[:T].to(self.dtype)
+        if self.smear_gate is not None:
+            gate = self.smear_scale * torch.sigmoid(self.smear_gate(x[:, 1:, :12]))
+            x = torch.cat([x[:, :1], x[:, 1:] + gate.to(x.dtype) * x[:, :-1]], dim=1)
+        if self.cfg.norm == "rms":
+            x = F.rms_norm(x, (x.size(-1),))
+        x0, skips = x, []
+        tables = [table(idx_BT).to(self.dtype) for table in self.value_tables]
+        half = self.cfg.n_layer // 2
+        for i, block in enumerate(self.blocks):
+            # The last block of the first half pairs with the first of the second half, and so outwards.
+            skip = skips.pop() if i >= self.cfg.n_layer - half and skips else None
+            x = block(x, x0, skip, tables[self.table_of[i]] if self.table_of[i] >= 0 else None, self.rope)
+            if self.cfg.unet_skip and i < half:
+                skips.append(x)
+        return self.norm_f(x)
+
+    def forward(self, idx_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Sum of the token losses in nats (scalar fp32): the training path."""
+        x_NC = self.hidden(idx_BT).flatten(0, 1)
+        return HeadLoss.apply(x_NC, self.head_weight, targets_BT.flatten(), self.cfg.vocab_size, self.cfg.softcap)
+
+    @torch.no_grad()
+    def nll(self, idx_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Loss of every token in nats, (B, T) fp32; 0 where the target is -1."""
+        x_NC = self.hidden(idx_BT).flatten(0, 1)
+        return head_nll(x_NC, self.head_weight, targets_BT.flatten(), self.cfg.vocab_size, self.cfg.softcap).view_as(idx_BT)
+
+    def logits(self, idx_BT: Tensor) -> Tensor:
+        """(B, T, 50257) fp32 logits of the real ids."""
+        return self.head_logits(self.hidden(idx_BT))
+
+    def head_logits(self, x: Tensor) -> Tensor:
+        """(..., C) of `hidden` to fp32 logits (..., 50257), softcap applied."""
+        z = F.linear(x, self.head_weight[: self.cfg.vocab_size].to(x.dtype)).float()
+        return self.cfg.softcap * torch.tanh(z / self.cfg.softcap) if self.cfg.softcap else z
+
+
+def parameter_count(cfg: Config) -> dict[str, int]:
+    """Parameters by kind: {"total", "matmul"}; matmul counts the weights every token is multiplied by, a tied head once."""
+    with torch.device("meta"):
+        shapes = {name: p.numel() for name, p in GPT(cfg).named_parameters()}
+    head = cfg.padded_vocab * cfg.n_embd
+    matmul = sum(n for name, n in shapes.items() if name.startswith("blocks.") and name.endswith(".weight") and ".norm" not in name)
+    return {"total": sum(shapes.values()), "matmul": matmul + head}
+
+
+def flops_per_token(cfg: Config) -> int:
+    """Training FLOPs per token: 6*N_matmul + 12*L*C*T (Chowdhery et al. 2022, appendix B), no causal discount."""
+    return 6 * parameter_count(cfg)["matmul"] + 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
+
+
+# ------------------------------------------------------------------------------------------------ loss
+#
+# Head, softcap and cross entropy together are a third of the work of GPT-2 small. The loss is computed chunk by chunk
+# and its gradients in the same pass, in place of the logits, so that the logits are written once, in bf16, and no fp32
+# copy of them ever exists.
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a CPU build of torch has no Triton; the plain form below runs everywhere
+    triton = None
+
+HEAD_CHUNK = {"cuda": 65_536, "cpu": 256}  # tokens whose logits exist at once; 65,536 x 50,304 bf16 is 6.6 GB
+
+if triton is not None:
+
+    @triton.jit
+    def _cross_entropy_kernel(z_ptr, target_ptr, nll_ptr, cap, V, width, HAS_CAP: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr):
+        """One program per token: loss by an online logsumexp, then the logits are overwritten by their gradient."""
+        row = tl.program_id(0).to(tl.int64)
+        z_ptr += row * width
+        target = tl.load(target_ptr + row)
+        top = -float("inf")
+        total = 0.0
+        at_target = 0.0
+        for start in range(0, width, BLOCK):
+            col = start + tl.arange(0, BLOCK)
+            z = tl.load(z_ptr + col, mask=col < V, other=-float("inf")).to(tl.float32)
+            if HAS_CAP:
+                z = tl.where(col < V, cap * (2 * tl.sigmoid(2 * z / cap) - 1), -float("inf"))
+            new_top = tl.maximum(top, tl.max(z, 0))
+            total = total * tl.exp(top - new_top) + tl.sum(tl.exp(z - new_top), 0)
+            at_target += tl.sum(tl.where(col == target, z, 0.0), 0)
+            top = new_top
+        lse = top + tl.log(total)
+        valid = target >= 0
+        tl.store(nll_ptr + row, tl.where(valid, lse - at_target, 0.0))
+        if GRAD:
+            for start in range(0, width, BLOCK):
+                col = start + tl.arange(0, BLOCK)
+                z = tl.load(z_ptr + col, mask=col < V, other=-float("inf")).to(tl.float32)
+                slope = 1.0
+                if HAS_CAP:
+                    t = 2 * tl.sigmoid(2 * z / cap) - 1
+                    slope = 1 - t * t
+                    z = cap * t
+                grad = (tl.exp(z - lse) - tl.where(col == target, 1.0, 0.0)) * slope
+                grad = tl.where((col < V) & valid, grad, 0.0)
+                tl.store(z_ptr + col, grad.to(z_ptr.dtype.element_ty), mask=col < width)
+
+
+def cross_entropy_(z_NV: Tensor, targets_N: Tensor, vocab: int, cap: float, grad: bool) -> Tensor:
+    """Token losses (N,) fp32 from raw head outputs (N, V padded); with `grad`, z becomes d(sum of losses)/dz in place.
+
+    Ids from `vocab` on are masked out; a target of -1 has no loss and no gradient.
+    """
+    nll_N = torch.empty(len(z_NV), dtype=torch.float32, device=z_NV.device)
+    if z_NV.is_cuda and triton is not None:
+        _cross_entropy_kernel[(len(z_NV),)](
+            z_NV, targets_N, nll_N, cap, vocab, z_NV.size(1), HAS_CAP=cap > 0, GRAD=grad, BLOCK=4096, num_warps=8
+        )
+        return nll_N
+    for rows in range(0, len(z_NV), 32):  # few rows at a time stay in the processor's cache
+        part, target = z_NV[rows : rows + 32], targets_N[rows : rows + 32]
+        z = part[:, :vocab].float()
+        if cap:
+            t = torch.tanh(z / cap)
+            z = cap * t
+        lse = torch.logsumexp(z, dim=1, keepdim=True)
+        valid = (target >= 0).unsqueeze(1)
+        at_target = target.clamp_min(0).unsqueeze(1)
+        nll_N[rows : rows + 32] = ((lse - z.gather(1, at_target)) * valid).squeeze(1)
+        if grad:
+            g = torch.exp(z - lse)
+            g.scatter_add_(1, at_target, torch.full_like(lse, -1.0))
+            if cap:
+                g *= 1 - t * t
+            part[:, :vocab] = g * valid
+            part[:, vocab:] = 0
+    return nll_N
+
+
+def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b with an fp32 result."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float()
+
+
+class HeadLoss(torch.autograd.Function):
+    """Sum of cross entropies of softcap(x @ W.T): (N, C), (V, C) -> scalar. Gradients are made in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab: int, cap: float) -> Tensor:  # type: ignore[override]
+        w = w_VC.to(x_NC.dtype)
+        grad = any(ctx.needs_input_grad[:2])
+        loss = torch.zeros((), dtype=torch.float32, device=x_NC.device)
+        dx = torch.empty_like(x_NC) if grad else None
+        dw: Tensor | None = None
+        step = HEAD_CHUNK[x_NC.device.type]
+        for start in range(0, len(x_NC), step):
+            x = x_NC[start : start + step]
+            z = x @ w.T
+            loss += cross_entropy_(z, targets_N[start : start + step], vocab, cap, grad).sum()
+            if grad:
+                assert dx is not None
+                torch.mm(z, w, out=dx[start : start + step])
+                part = _mm_fp32(z.T, x)
+                dw = part if dw is None else dw.add_(part)
+        ctx.save_for_backward(dx, dw)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> Any:  # type: ignore[override]
+        dx, dw = ctx.saved_tensors
+        return dx * grad_loss.to(dx.dtype), dw * grad_loss, None, None, None
+
+
+def head_nll(x_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab: int, cap: float) -> Tensor:
+    """Token losses (N,) fp32 without gradients, from fp32 logits of one small chunk at a time."""
+    w = w_VC.to(x_NC.dtype)
+    step = min(HEAD_CHUNK[x_NC.device.type], 16_384)
+    parts = [
+        cross_entropy_(_mm_fp32(x, w.T), t, vocab, cap, grad=False) for x, t in zip(x_NC.split(step), targets_N.split(step), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+# ------------------------------------------------------------------------------------------------ optimizer
+
+# Polar Express: the optimal odd quintics for singular values in [1e-3, 1], five steps in bf16 (Amsel et al. 2025,
+# arXiv 2505.16932, algorithm 1). All but the last are divided for a safety factor of 1.01 against rounding.
+POLAR_EXPRESS = [
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+]
+POLAR_SAFETY = 1.01
+
+
+def orthogonalize(g_KRC: Tensor) -> Tensor:
+    """U V^T of each matrix of a stack (K, R, C), nearly: Newton-Schulz iterations with Polar Express coefficients.
+
+    Singular values of at least 1e-3 of the Frobenius norm end near 1. bf16 on CUDA, fp32 on CPU.
+    """
+    x = g_KRC.to(torch.bfloat16 if g_KRC.is_cuda else torch.float32)
+    tall = x.size(1) > x.size(2)
+    if tall:
+        x = x.mT
+    x = x / (x.norm(dim=(1, 2), keepdim=True) * POLAR_SAFETY + 1e-7)
+    for i, (a, b, c) in enumerate(POLAR_EXPRESS):
+        if i < len(POLAR_EXPRESS) - 1:
+            a, b, c = a / POLAR_SAFETY, b / POLAR_SAFETY**3, c / POLAR_SAFETY**5
+        gram = x @ x.mT
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, poly, x, beta=a)
+    return x.mT if tall else x
+
+
+def muon_update(
+    p_KRC: Tensor, g_KRC: Tensor, momentum_KRC: Tensor, second_KR1: Tensor | None,
+    lr: Tensor, mu: Tensor, wd: float, beta2: float, skip: Tensor,
+) -> Tensor:  # fmt: skip
+    """New weights of a stack of matrices; momentum and second moment are changed in place, nothing at all if `skip`.
+
+    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): Nesterov momentum, orthogonalized. With beta2, NorMuon
+    (Li et al. 2025, arXiv 2510.05491): rows divided by the root of a running mean square, the Frobenius norm kept.
+    Weight decay is cautious (Chen et al. 2025, arXiv 2510.12402): only where the update also shrinks the weight.
+    lr, mu: 0-D tensors, so that a schedule does not recompile.
+    """
+    momentum = torch.lerp(g_KRC, momentum_KRC, mu)
+    update = orthogonalize(torch.lerp(g_KRC, momentum, mu)).float()
+    if second_KR1 is not None:
+        second = torch.lerp(update.square().mean(dim=2, keepdim=True), second_KR1, beta2)
+        scaled = update * second.clamp_min(1e-10).rsqrt()
+        update = scaled * (update.norm(dim=(1, 2), keepdim=True) / scaled.norm(dim=(1, 2), keepdim=True).clamp_min(1e-10))
+        second_KR1.copy_(torch.where(skip, second_KR1, second))
+    momentum_KRC.copy_(torch.where(skip, momentum_KRC, momentum))
+    if wd:
+        update = update + wd * p_KRC * (update * p_KRC >= 0)
+    # Rectangular matrices get the larger step that keeps the size of their output change (Jordan et al. 2024).
+    scale = max(1.0, p_KRC.size(1) / p_KRC.size(2)) ** 0.5
+    return torch.where(skip, p_KRC, p_KRC - lr * scale * update)
+
+
+MUON_WEIGHTS = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight")
+
+
+def is_muon(name: str, cfg: Config) -> bool:
+    return cfg.optimizer == "muon" and name.startswith("blocks.") and name.endswith(MUON_WEIGHTS)
+
+
+def matrices(name: str, t: Tensor) -> Tensor:
+    """A weight as its stack of separate matrices (K, R, C): the fused query, key and value are three."""
+    return t.view(3, -1, t.size(1)) if name.endswith("attn.qkv.weight") else t.unsqueeze(0)
+
+
+def assign_owners(costs: dict[str, float], world: int) -> dict[str, int]:
+    """Longest-processing-time assignment: each name goes to the rank with the least work so far. Same on all ranks."""
+    load = [0.0] * world
+    owner: dict[str, int] = {}
+    for name in sorted(costs, key=lambda n: (-costs[n], n)):
+        rank = min(range(world), key=lambda r: (load[r], r))
+        owner[name] = rank
+        load[rank] += costs[name]
+    return owner
+
+
+class Optimizer:
+    """Muon for the matrices inside blocks and AdamW for the rest, over any number of ranks.
+
+    ddp:    gradients are averaged by DDP, every rank updates everything.
+    owner:  as soon as a Muon gradient is complete in the backward pass it is reduced to the one rank that owns the matrix
+            and its momentum; that rank orthogonalizes it and broadcasts the new weights. AdamW gradients are all-reduced.
+    zero1:  AdamW parameters have owners too (ZeRO stage 1, Rajbhandari et al. 2020, by whole parameters).
+    Collectives are started in one fixed order on every rank and their handles kept until waited for.
+    """
+
+    def __init__(self, model: GPT, cfg: Config, rank: int, world: int, compiled: bool):
+        self.cfg, self.rank, self.world = cfg, rank, world
+        self.params = dict(model.named_parameters())
+        self.reduces = world > 1 and cfg.parallel != "ddp"
+        muon_cost = {n: float(p.numel() * min(matrices(n, p).shape[1:])) for n, p in self.params.items() if is_muon(n, cfg)}
+        adam_cost = {n: float(p.numel()) for n, p in self.params.items() if n not in muon_cost}
+        self.owner: dict[str, int] = {}  # parameters with one owner; the others are updated by every rank
+        if self.reduces:
+            self.owner |= assign_owners(muon_cost, world)
+        if self.reduces and cfg.parallel == "zero1":
+            self.owner |= assign_owners(adam_cost, world)
+        mine = {n: p for n, p in self.params.items() if self.owner.get(n, rank) == rank}
+
+        # Muon: matrices of one shape are one stack; momentum lives as the stack.
+        self.stacks: dict[tuple[int, ...], list[str]] = {}
+        for name in muon_cost:
+            if name in mine:
+                self.stacks.setdefault(tuple(matrices(name, mine[name]).shape[1:]), []).append(name)
+        self.momentum, self.second = {}, {}
+        for shape, names in self.stacks.items():
+            count = sum(matrices(n, mine[n]).size(0) for n in names)
+            device = mine[names[0]].device
+            self.momentum[shape] = torch.zeros(count, *shape, device=device)
+            self.second[shape] = torch.zeros(count, shape[0], 1, device=device) if cfg.muon_beta2 else None
+        self.muon_update = torch.compile(muon_update, fullgraph=True, dynamic=False) if compiled else muon_update
+
+        # AdamW: torch's own fused one, a group for each learning rate and decay. Its state is made here and now, so that
+        # a checkpoint can be loaded into it.
+        groups: dict[tuple[float, float], list[Tensor]] = {}
+        self.adam_names = [n for n in adam_cost if n in mine]
+        for name in self.adam_names:
+            p = mine[name]
+            matrix = p.ndim >= 2 and not name.endswith("gate.weight")
+            lr = cfg.embed_lr if name.startswith(("wte", "wpe", "value_tables")) else cfg.head_lr if name.startswith("head") else cfg.lr if matrix else cfg.scalar_lr
+            groups.setdefault((lr, cfg.weight_decay if matrix else 0.0), []).append(p)
+        self.adam: torch.optim.AdamW | None = None
+        if groups:
+            settings = [{"params": ps, "lr": lr, "base_lr": lr, "weight_decay": wd} for (lr, wd), ps in groups.items()]
+            self.adam = torch.optim.AdamW(settings, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
+            for group in self.adam.param_groups:
+                for p in group["params"]:
+                    step = torch.zeros((), dtype=torch.float32, device=p.device)
+                    self.adam.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+        # Gradient reduction in the backward pass, in one fixed order: last parameter first. Small ones go together.
+        self.works: list[tuple[Any, Tensor]] = []
+        self.order = [n for n in reversed(self.params) if self.params[n].numel() >= 65_536]
+        self.small = [n for n in self.params if self.params[n].numel() < 65_536]
+        self.ready: set[str] = set()
+        self.next = 0
+        self.sync = True  # off for all but the last micro-step
+        if self.reduces:
+            for name in self.order:
+                self.params[name].register_post_accumulate_grad_hook(self._hook(name))
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        def run(_: Tensor) -> None:
+            if not self.sync:
+                return
+            self.ready.add(name)
+            while self.next < len(self.order) and self.order[self.next] in self.ready:
+                self._reduce(self.order[self.next])
+                self.next += 1
+
+        return run
+
+    def _reduce(self, name: str) -> None:
+        grad = self.params[name].grad
+        assert grad is not None
+        if name in self.owner:
+            work = dist.reduce(grad, dst=self.owner[name], async_op=True)
+        else:
+            work = dist.all_reduce(grad, async_op=True)
+        self.works.append((work, grad))
+
+    def finish_gradients(self, control: Tensor) -> Tensor:
+        """Completes the reductions. Returns the global gradient norm; adds up `control` (a small fp32 vector) over the ranks.
+
+        The norm counts every parameter once: owned ones on their owner, replicated ones as a world-th on each rank.
+        """
+        if self.reduces:
+            assert self.next == len(self.order), "a parameter got no gradient"
+            self.ready.clear()
+            self.next = 0
+            if self.small:
+                grads = [self.params[n].grad for n in self.small]
+                flat = torch.cat([g.flatten() for g in grads])
+                dist.all_reduce(flat)
+                for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                    g.copy_(part.view_as(g))
+            for work, _ in self.works:
+                work.wait()
+            self.works.clear()
+        squares = torch.zeros((), device=control.device)
+        for owned in (True, False):
+            names = [n for n in self.params if (n in self.owner) == owned and self.owner.get(n, self.rank) == self.rank]
+            grads = [g for n in names if (g := self.params[n].grad) is not None]
+            if grads:
+                share = torch.stack(torch._foreach_norm(grads)).square().sum()
+                squares = squares + (share if owned else share / self.world)
+        packed = torch.cat([control, squares.unsqueeze(0)])
+        if self.world > 1:
+            dist.all_reduce(packed)
+        control.copy_(packed[:-1])
+        return packed[-1].sqrt()
+
+    @torch.no_grad()
+    def step(self, lr_scale: float, mu: float, grad_scale: Tensor | None, skip: Tensor) -> None:
+        """One update, or none at all where `skip` (0-D bool on the device) says so, without asking the host.
+
+        lr_scale: the schedule's factor. mu: Muon momentum now. grad_scale: factor for all gradients (clipping).
+        """
+        mine = [p for n, p in self.params.items() if self.owner.get(n, self.rank) == self.rank]
+        if grad_scale is not None:
+            torch._foreach_mul_([p.grad for p in mine], grad_scale)
+        lr, mu_ = torch.tensor(self.cfg.muon_lr * lr_scale), torch.tensor(mu)
+        works = []
+        for shape, names in self.stacks.items():
+            ps = [m for n in names for m in matrices(n, self.params[n]).unbind()]
+            gs = [m for n in names for m in matrices(n, self.params[n].grad).unbind()]  # type: ignore[arg-type]
+            new = self.muon_update(
+                torch.stack(ps), torch.stack(gs), self.momentum[shape], self.second[shape],
+                lr, mu_, self.cfg.muon_wd, self.cfg.muon_beta2, skip,
+            )  # fmt: skip
+            torch._foreach_copy_(ps, list(new.unbind()))
+        if self.adam is not None:
+            for group in self.adam.param_groups:
+                group["lr"] = group["base_lr"] * lr_scale
+            self.adam.found_inf = skip.float()  # the fused kernel leaves weights and moments alone where this is 1
+            self.adam.step()
+        for name, owner in self.owner.items():
+            works.append((dist.broadcast(self.params[name].data, src=owner, async_op=True), self.params[name]))
+        for work, _ in works:
+            work.wait()
+
+    def zero_grad(self) -> None:
+        for p in self.params.values():
+            p.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's optimizer state by parameter name; every entry of an owned parameter exists on its owner only."""
+        out: dict[str, Tensor] = {}
+        for shape, names in self.stacks.items():
+            at = 0
+            for name in names:
+                count = matrices(name, self.params[name]).size(0)
+                out[f"momentum.{name}"] = self.momentum[shape][at : at + count].flatten(0, 1)
+                second = self.second[shape]
+                if second is not None:
+                    out[f"second.{name}"] = second[at : at + count].flatten(0, 1)
+                at += count
+        for name in self.adam_names:
+            assert self.adam is not None
+            out |= {f"{key}.{name}": value for key, value in self.adam.state[self.params[name]].items()}
+        return out
+
+
+# ------------------------------------------------------------------------------------------------ run directory
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write to a temporary name, fsync, rename, fsync the folder."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    with open(temporary, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+    fsync_dir(path.parent)
+
+
+def fsync_dir(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    write_atomic(path, json.dumps({"schema": SCHEMA, **value}, indent=1) + "\n")
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """A JSON file of a run. Raises UserError if it is missing, broken, or of an unknown version."""
+    try:
+        value = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path} cannot be read: {e}") from None
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+        found = value.get("schema") if isinstance(value, dict) else None
+        raise UserError(f"{path} has schema {found!r}; this program reads {SCHEMA}")
+    return value
+
+
+def read_metrics(run_dir: str | Path) -> dict[str, list[dict[str, Any]]]:
+    """{"train": rows, "val": rows} of metrics.jsonl in order of steps; a later line replaces an earlier one of its step.
+
+    A last line cut short by a kill is passed over.
+    """
+    rows: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "val": {}}
+    path = Path(run_dir) / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        rows[row["kind"]][row["step"]] = row
+    return {kind: [by_step[s] for s in sorted(by_step)] for kind, by_step in rows.items()}
+
+
+def config_from_json(values: dict[str, Any], where: str | Path) -> Config:
+    """Config from its saved fields. Raises UserError for fields this version does not know."""
+    known = {f.name for f in dataclasses.fields(Config)}
+    if unknown := sorted(set(values) - known):
+        raise UserError(f"{where}: unknown config fields {', '.join(unknown)}; it was written by another version")
+    return Config(**values)
+
+
+def load_run(run_dir: str | Path, device: str | torch.device = "cpu") -> tuple[GPT, Config]:
+    """The trained model of a run, in eval mode, from model.safetensors (no pickle). Raises UserError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    cfg = config_from_json(read_json(Path(run_dir) / "config.json")["config"], Path(run_dir) / "config.json")
+    path = Path(run_dir) / "model.safetensors"
+    if not path.exists():
+        raise UserError(f"{path} does not exist: the run has not finished; resume it with --run-dir {run_dir} --resume")
+    model = GPT(cfg)
+    try:
+        model.load_state_dict(load_file(path))
+    except (SafetensorError, RuntimeError) as e:
+        raise UserError(f"{path} does not fit its config: {str(e).splitlines()[0]}") from None
+    return model.to(device).eval(), cfg
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def save_weights(model: GPT, cfg: Config, path: Path) -> str:
+    """model.safetensors, fp32; returns its sha256."""
+    from safetensors.torch import save_file
+
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    tensors = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+    save_file(tensors, temporary, metadata={"config": json.dumps(dataclasses.asdict(cfg))})
+    with open(temporary, "rb") as f:
+        os.fsync(f.fileno())
+    digest = sha256_file(temporary)
+    os.replace(temporary, path)
+    fsync_dir(path.parent)
+    return digest
+
+
+def lock_run(run_dir: Path, patience: float) -> io.TextIOBase:
+    """Holds the run directory for this process; the lock dies with it. Raises UserError if another writer has it."""
+    handle = open(run_dir / ".lock", "a")  # noqa: SIM115  (kept open on purpose)
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except OSError:
+            if time.monotonic() > deadline:
+                handle.close()
+                raise UserError(f"{run_dir} is being written by another process; wait for it or stop it first") from None
+            time.sleep(0.2)
+
+
+# Dense bf16 tensor-core peaks in TFLOP/s from the vendors' datasheets (without sparsity).
+PEAK_BF16: dict[str, float] = {
+    "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "H200": 989.4, "GH200": 989.4, "B200": 2250.0, "A100": 312.0, "A10G": 70.0,
+    "L40S": 362.0, "L4": 121.0, "RTX 4090": 165.2, "RTX 3090": 71.0,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device, cfg: Config) -> float | None:
+    """Peak FLOP/s for the MFU, or None where it is not known or the arithmetic is not 16-bit."""
+    if device.type != "cuda" or cfg.precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak * 1e12 for key, peak in PEAK_BF16.items() if key in name), None)
+
+
+class _SeenOps(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def choose_attention(cfg: Config, device: torch.device) -> str:
+    """Sets the SDPA backend by trying it, forward and backward, on a small call; returns the operator that really ran.
+
+    auto on CUDA: cuDNN first from compute capability 9.0 (measured on an H200: 1.9 times FlashAttention-2 at T=1024),
+    else FlashAttention-2, memory-efficient, math. Deterministic runs leave cuDNN out. Raises UserError.
+    """
+    if device.type == "cuda":
+        order = ["flash", "efficient", "math"]
+        if torch.cuda.get_device_capability(device)[0] >= 9 and not cfg.deterministic:
+            order.insert(0, "cudnn")
+    else:
+        order = ["flash", "math"]
+    if cfg.attention != "auto":
+        order = [cfg.attention]
+    switch = {
+        "cudnn": torch.backends.cuda.enable_cudnn_sdp, "flash": torch.backends.cuda.enable_flash_sdp,
+        "efficient": torch.backends.cuda.enable_mem_efficient_sdp, "math": torch.backends.cuda.enable_math_sdp,
+    }  # fmt: skip
+    shape = (1, cfg.n_head, min(cfg.seq_len, 256), cfg.n_embd // cfg.n_head)
+    problem = ""
+    for name in order:
+        for key, enable in switch.items():
+            enable(key == name)
+        q = torch.zeros(shape, dtype=COMPUTE_DTYPE[cfg.precision], device=device, requires_grad=True)
+        try:
+            with _SeenOps() as seen:
+                F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+        except RuntimeError as e:
+            problem = str(e).splitlines()[0]
+            continue
+        ran = [n.split(".")[1] for n in seen.names if "scaled_dot_product" in n]
+        return ran[0].strip("_") if ran else "math"
+    raise UserError(f"--attention {cfg.attention} does not run here: {problem}")
+
+
+def environment(cfg: Config, device: torch.device, attention: str, compiled: bool, world: int) -> dict[str, Any]:
+    """What env.json says; nothing of the process environment is copied, so no token can get in."""
+
+    def command(*args: str) -> str | None:
+        try:
+            return subprocess.run(args, capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent).stdout.strip() or None
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+
+    cuda = device.type == "cuda"
+    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), None) if Path("/proc/cpuinfo").exists() else platform.processor()
+    return {
+        "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__, "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if cuda else None, "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "triton": getattr(triton, "__version__", None),
+        "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0") if cuda else None,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [], "cpu": cpu,
+        "threads": torch.get_num_threads(), "world_size": world, "device": device.type, "platform": platform.platform(),
+        "git_commit": command("git", "rev-parse", "HEAD"), "train_gpt2_sha256": sha256_file(Path(__file__)),
+        "attention_backend": attention, "compile": compiled, "precision": cfg.precision, "argv": sys.argv[1:],
+    }  # fmt: skip
+
+
+def append_line(handle: Any, row: dict[str, Any]) -> None:
+    handle.write(json.dumps(row) + "\n")
+    handle.flush()
+
+
+class WandbLog:
+    """Weights & Biases beside metrics.jsonl: a thread of its own, so that no login, network or server can hold up training."""
+
+    def __init__(self, cfg: Config, run_dir: Path):
+        import queue
+
+        self.rows: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, args=(cfg, run_dir), daemon=True)
+        self.thread.start()
+
+    def _run(self, cfg: Config, run_dir: Path) -> None:
+        try:
+            import wandb
+
+            settings = wandb.Settings(init_timeout=60, silent=True)
+            run = wandb.init(
+                project="gpt2", name=run_dir.name, dir=str(run_dir), mode=cfg.wandb, config=dataclasses.asdict(cfg), settings=settings
+            )
+            while (row := self.rows.get()) is not None:
+                kind = row["kind"]
+                run.log({f"{kind}/{k}": v for k, v in row.items() if k not in ("kind", "step")}, step=row["step"])
+            run.finish()
+        except Exception as e:  # whatever the client does, training goes on
+            print(f"wandb: logging stopped ({str(e).splitlines()[0] if str(e) else type(e).__name__}); the run goes on", file=sys.stderr)
+
+    def close(self) -> None:
+        self.rows.put(None)
+        self.thread.join(timeout=30)
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """torch.distributed.checkpoint keeps its index as a pickle; only the plain classes of that index may be made."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem") or (
+            (module, name) in (("torch", "Size"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("torch", "device"))
+            or (module.startswith("torch") and name in ("_get_layout", "_get_dtype", "preserve_format", "contiguous_format", "memory_format"))
+            or (module == "torch.serialization" and name == "_get_layout")
+            or (module == "torch.utils._pytree" and name == "tree_unflatten")
+        )
+        if not allowed and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            allowed = True
+        if not allowed:
+            raise pickle.UnpicklingError(f"{module}.{name} may not be loaded from a checkpoint")
+        return super().find_class(module, name)
+
+
+def checkpoint_reader(path: Path) -> Any:
+    """A reader for torch.distributed.checkpoint whose index is read with the restricted unpickler."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            with open(path / ".metadata", "rb") as f:
+                metadata = _MetadataUnpickler(f).load()
+            if getattr(metadata, "storage_meta", None) is not None:
+                metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return Reader(path)
+
+
+def verify_checkpoint(path: Path) -> dict[str, Any]:
+    """The manifest, after every file has been compared with its size and sha256. Raises UserError with what is wrong."""
+    manifest = read_json(path / "manifest.json")
+    expected = manifest.get("files", {})
+    present = {p.name for p in path.iterdir()} - {"manifest.json", "pinned"}
+    if missing := sorted(set(expected) - present):
+        raise UserError(f"{path}: {missing[0]} is missing")
+    if extra := sorted(present - set(expected)):
+        raise UserError(f"{path}: {extra[0]} is not in the manifest")
+    for name, entry in expected.items():
+        size = (path / name).stat().st_size
+        if size != entry["bytes"]:
+            raise UserError(f"{path}: {name} has {size} bytes, not {entry['bytes']}")
+        if sha256_file(path / name) != entry["sha256"]:
+            raise UserError(f"{path}: {name} does not match its sha256")
+    if _hash_json({k: v for k, v in manifest.items() if k != "hash"}) != manifest.get("hash"):
+        raise UserError(f"{path}: manifest.json does not match its own hash")
+    return manifest
+
+
+def list_checkpoints(run_dir: str | Path) -> list[Path]:
+    """Checkpoint folders with a final name, oldest first."""
+    return sorted(Path(run_dir, "checkpoints").glob("step-*"), key=lambda p: int(p.name.split("-")[1]))
+
+
+def checkpoint_interval(stall_s: float, mtbf_s: float, upload_s: float) -> float:
+    """Seconds between checkpoints that minimise stall plus expected lost work: sqrt(2 * stall * MTBF)
+    (Young 1974; Daly 2006), never below the time an upload takes."""
+    return max(math.sqrt(2 * stall_s * mtbf_s), upload_s)
+
+
+def mean_time_between_failures(cfg: Config, devices: int) -> float:
+    """Seconds: the device figure over the number of devices, and the whole machine's preemptions undivided."""
+    rate = devices / cfg.mtbf_hours + (1 / cfg.spot_mtbf_hours if cfg.spot_mtbf_hours else 0.0)
+    return 3600 / rate
+
+
+class Checkpoints:
+    """Writes checkpoints beside the training loop and never leaves one half-written under a final name.
+
+    save() copies the state to host memory on a side stream and returns; the next optimizer step waits for the copy on the
+    device. A thread then writes with torch.distributed.checkpoint (all ranks, gloo), and rank 0 commits: hash, fsync,
+    manifest, rename, re-read and verify, move `latest`, purge. One save is in flight at a time.
+    """
+
+    def __init__(self, cfg: Config, run_dir: Path, rank: int, world: int, device: torch.device, group: Any, attempt: str, say: Callable[[str], None]):
+        self.cfg, self.dir, self.rank, self.world, self.device = cfg, run_dir / "checkpoints", rank, world, device
+        self.group, self.attempt, self.say = group, attempt, say
+        self.pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.future: concurrent.futures.Future[None] | None = None
+        self.buffers: dict[str, Tensor] = {}
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copied: torch.cuda.Event | None = None
+        self.verified: set[str] = set()
+        self.upload_s = 0.0
+        self.failed: BaseException | None = None
+
+    def busy(self) -> bool:
+        return self.future is not None and not self.future.done()
+
+    def wait(self) -> None:
+        """Until nothing is in flight; a failed save is said, and raised as Halt where --on-save-error is stop."""
+        if self.future is None:
+            return
+        future, self.future = self.future, None
+        try:
+            future.result()
+        except Exception as e:
+            self.failed = e
+            reason = str(e).strip().splitlines()[-1] if str(e).strip() else type(e).__name__
+            self.say(f"checkpoint could not be written: {reason}; earlier ones are untouched")
+            if self.cfg.on_save_error == "stop":
+                raise Halt(Exit.DISK, f"stopped since a checkpoint could not be written: {reason}") from None
+
+    def save(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """Starts a save of this rank's tensors and of `meta` (JSON, rank 0's)."""
+        self.wait()
+        if not self.buffers:
+            pin = self.device.type == "cuda"
+            self.buffers = {k: torch.empty_like(t, device="cpu", pin_memory=pin) for k, t in tensors.items()}
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                for key, t in tensors.items():
+                    self.buffers[key].copy_(t, non_blocking=True)
+                self.copied = torch.cuda.Event()
+                self.copied.record(self.stream)
+        else:
+            for key, t in tensors.items():
+                self.buffers[key].copy_(t)
+        self.future = self.pool.submit(self._write, meta)
+
+    def before_update(self) -> None:
+        """The device must not change what is still being copied."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+
+    def _write(self, meta: dict[str, Any]) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        began = time.perf_counter()
+        if self.copied is not None:
+            self.copied.synchronize()
+        # The name is this attempt's own: what an orphan of an earlier attempt still writes never counts.
+        temporary = self.dir / f".tmp-{meta['step']:06d}-{self.attempt}"
+        temporary.mkdir(parents=True, exist_ok=True)
+        try:
+            dcp.save(self.buffers, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True), process_group=self.group, no_dist=self.world == 1)
+            if self.rank == 0:
+                self._commit(temporary, meta)
+        except BaseException:
+            if self.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        self.upload_s = time.perf_counter() - began
+
+    def _commit(self, temporary: Path, meta: dict[str, Any]) -> None:
+        write_json(temporary / "train_state.json", meta)
+        files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_file(p)} for p in sorted(temporary.iterdir())}
+        manifest = {"schema": SCHEMA, "step": meta["step"], "files": files}
+        write_json(temporary / "manifest.json", {**manifest, "hash": _hash_json(manifest)})
+        final = self.dir / f"step-{meta['step']:06d}"
+        if final.exists():  # the same step again after a resume
+            old = self.dir / f".old-{final.name}-{uuid.uuid4().hex[:8]}"
+            os.replace(final, old)
+            shutil.rmtree(old)
+        os.replace(temporary, final)
+        fsync_dir(self.dir)
+        verify_checkpoint(final)
+        self.verified.add(final.name)
+        write_atomic(self.dir / "latest", final.name + "\n")
+        self._purge()
+        if self.cfg.mirror:
+            try:
+                mirror_checkpoint(final, self.cfg.mirror)
+            except Exception as e:  # a failing mirror never stops training
+                self.say(f"mirror {self.cfg.mirror} failed for {final.name}: {str(e).splitlines()[0] if str(e) else type(e).__name__}; training goes on")
+
+    def _purge(self) -> None:
+        """Removes older checkpoints once --keep verified ones stand; pinned ones stay."""
+        good = 0
+        for path in reversed(list_checkpoints(self.dir.parent)):
+            if good >= self.cfg.keep and not (path / "pinned").exists():
+                gone = self.dir / f".old-{path.name}-{uuid.uuid4().hex[:8]}"
+                os.replace(path, gone)
+                shutil.rmtree(gone)
+                continue
+            if path.name not in self.verified:
+                try:
+                    verify_checkpoint(path)
+                except UserError:
+                    continue
+                self.verified.add(path.name)
+            good += 1
+
+    def clean(self) -> None:
+        """Removes what earlier attempts left under temporary names."""
+        for path in [*self.dir.glob(".tmp-*"), *self.dir.glob(".old-*")]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        self.wait()
+        self.pool.shutdown()
+
+
+def mirror_checkpoint(path: Path, uri: str) -> None:
+    """Copies a checkpoint below `uri` with fsspec, reads it back, and only then names it complete."""
+    import fsspec
+
+    fs, root = fsspec.core.url_to_fs(uri)
+    target = f"{root.rstrip('/')}/{path.name}"
+    fs.makedirs(target, exist_ok=True)
+    names = sorted(p.name for p in path.iterdir() if p.name not in ("manifest.json", "pinned"))
+    for name in [*names, "manifest.json"]:  # the manifest last: without it the copy does not count
+        fs.put_file(str(path / name), f"{target}/{name}")
+        with fs.open(f"{target}/{name}", "rb") as f:
+            if hashlib.file_digest(f, "sha256").hexdigest() != sha256_file(path / name):  # type: ignore[arg-type]
+                fs.rm_file(f"{target}/manifest.json") if name == "manifest.json" else None
+                raise OSError(f"{target}/{name} does not read back as it was written")
+
+
+def find_checkpoint(cfg: Config, run_dir: Path, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint that --resume asks for, verified. None: start afresh (--resume auto and there is none at all).
+
+    newest and auto walk from the newest to the oldest; a bad one is refused by name and said. Raises UserError.
+    """
+    want = cfg.resume
+    if want not in ("newest", "auto"):
+        path = run_dir / "checkpoints" / f"step-{int(want):06d}" if want.isdigit() else Path(want)
+        if not path.is_dir():
+            raise UserError(f"--resume {want}: {path} does not exist; there are: {', '.join(p.name for p in list_checkpoints(run_dir)) or 'none'}")
+        verify_checkpoint(path)
+        return path
+    for path in reversed(list_checkpoints(run_dir)):
+        try:
+            verify_checkpoint(path)
+            return path
+        except UserError as e:
+            say(f"CHECKPOINT REFUSED: {e}; trying the one before it")
+    if want == "auto" and not list_checkpoints(run_dir):
+        return None
+    raise UserError(f"--resume {want}: no usable checkpoint in {run_dir}/checkpoints")
+
+
+def check_resume(meta: dict[str, Any], cfg: Config, fingerprint: str, say: Callable[[str], None]) -> None:
+    """Refuses a checkpoint of another config, data set or model, with the differences. A new --max-steps is said."""
+    saved, now = meta["config"], dataclasses.asdict(cfg)
+    different = [
+        f"{k} {saved.get(k)!r} -> {now[k]!r}" for k in now
+        if (k == "seed" or k not in EXECUTION_FIELDS) and k not in ("recipe", "max_steps", "val_every") and saved.get(k) != now[k]
+    ]  # fmt: skip
+    if meta["fingerprint"] != fingerprint:
+        different.append(f"data fingerprint {meta['fingerprint'][:24]} -> {fingerprint[:24]}")
+    if different:
+        raise UserError(f"the checkpoint belongs to another run: {'; '.join(different)}")
+    if saved["max_steps"] != now["max_steps"]:
+        say(f"--max-steps changed from {saved['max_steps']} to {now['max_steps']}: the learning-rate schedule follows the new one")
+
+
+# ------------------------------------------------------------------------------------------------ validation
+
+
+def val_protocol(cfg: Config, stream: TokenStream) -> dict[str, Any]:
+    """What a val loss depends on besides the weights; numbers of different protocols are never compared."""
+    digest = hashlib.sha256()
+    for start in range(0, cfg.val_tokens + 1, 1 << 20):
+        digest.update(stream.slice(start, min(1 << 20, cfg.val_tokens + 1 - start)).tobytes())
+    return {
+        "data": digest.hexdigest(), "tokens": cfg.val_tokens, "seq_len": cfg.seq_len, "document_mask": False, "dtype": cfg.precision,
+    }  # fmt: skip
+
+
+def evaluate_tokens(
+    model: GPT, stream: TokenStream, val_tokens: int, seq_len: int, batch: int, rank: int = 0, world: int = 1
+) -> float:
+    """Mean loss in nats over the first val_tokens targets of the stream, in rows of seq_len.
+
+    The sum of all token losses over all ranks divided by their count: it does not depend on ranks or batch. Rows are dealt
+    to the ranks in batches of one shape, the last padded with targets of -1.
+    """
+    device = next(model.parameters()).device
+    rows = val_tokens // seq_len
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for first in range(rank * batch, rows, world * batch):
+        count = min(batch, rows - first)
+        tokens = torch.from_numpy(stream.slice(first * seq_len, count * seq_len + 1).astype(np.int64))
+        x, y = torch.zeros(batch, seq_len, dtype=torch.int64), torch.full((batch, seq_len), -1)
+        x[:count], y[:count] = tokens[:-1].view(count, seq_len), tokens[1:].view(count, seq_len)
+        total += model.nll(x.to(device), y.to(device)).double().sum()
+    if world > 1:
+        dist.all_reduce(total)
+    return total.item() / (rows * seq_len)
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def learning_rate_factor(cfg: Config, step: int) -> float:
+    """Factor of every learning rate in the update that makes step+1 of max_steps; never 0 at the first step."""
+    if step < cfg.warmup_steps:
+        return (step + 1) / cfg.warmup_steps
+    if cfg.schedule == "constant":
+        return 1.0
+    if cfg.schedule == "cosine":
+        done = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
+        return cfg.final_lr_frac + (1 - cfg.final_lr_frac) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    length = cfg.warmdown_frac * cfg.max_steps
+    left = min(1.0, max(0, cfg.max_steps - step) / length) if length else 1.0
+    return cfg.final_lr_frac + (1 - cfg.final_lr_frac) * left
+
+
+def muon_momentum(cfg: Config, step: int) -> float:
+    """Rises from 0.85 over the first steps (modded-nanogpt record 9)."""
+    if step >= cfg.muon_momentum_warmup:
+        return cfg.muon_momentum
+    return 0.85 + (cfg.muon_momentum - 0.85) * step / cfg.muon_momentum_warmup
+
+
+def default_run_dir(cfg: Config) -> str:
+    """runs/<recipe>-<date>: under torchrun the date is the launcher's start, so that a restarted job finds its own."""
+    launcher = Path(f"/proc/{os.getppid()}")
+    elastic = "TORCHELASTIC_RUN_ID" in os.environ and launcher.exists()
+    began = launcher.stat().st_ctime if elastic else time.time()
+    suffix = f"-{os.getppid()}" if elastic else f"-{os.getpid()}"
+    return f"runs/{cfg.recipe}-{datetime.datetime.fromtimestamp(began):%Y%m%d-%H%M%S}{suffix}"
+
+
+def setup_distributed(cfg: Config) -> tuple[int, int, torch.device]:
+    """Rank, world size and device from torchrun's variables; starts the process group. Raises UserError."""
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+    kind = cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("--device cuda: torch sees no CUDA device")
+        if local >= torch.cuda.device_count():
+            raise UserError(f"{local + 1} processes were started for {torch.cuda.device_count()} GPUs; lower --nproc_per_node")
+        torch.cuda.set_device(local)
+        if cfg.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise UserError(f"{torch.cuda.get_device_name(local)} has no native bf16; use --precision fp16")
+    device = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
+    if world > 1:
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=cfg.comm_timeout), device_id=device if kind == "cuda" else None)
+    return rank, world, device
+
+
+def check_data(cfg: Config) -> tuple[TokenStream, TokenStream]:
+    """Opens the shards and compares them with what the steps need. Raises UserError."""
+    train = TokenStream(find_shards(cfg.data, "train"))
+    val = TokenStream(find_shards(cfg.data, "val"))
+    need = cfg.batch_tokens * cfg.max_steps
+    if need + 1 > len(train) * cfg.epochs:
+        passes = math.ceil((need + 1) / len(train))
+        raise UserError(
+            f"{cfg.max_steps} steps of {cfg.batch_tokens} tokens need {need:,} train tokens, {cfg.data} has {len(train):,}; "
+            f"fetch more shards, lower --max-steps to {(len(train) * cfg.epochs - 1) // cfg.batch_tokens}, or allow --epochs {passes}"
+        )
+    if cfg.val_tokens + 1 > len(val):
+        raise UserError(f"--val-tokens {cfg.val_tokens:,} need one more token than that; the val shards hold {len(val):,}")
+    return train, val
+
+
+class Trainer:
+    """One training run on this rank, from an empty folder or a checkpoint to result.json."""
+
+    def __init__(self, cfg: Config):
+        self.began = time.perf_counter()
+        self.cfg = cfg
+        self.train_stream, self.val_stream = check_data(cfg)
+        self.rank, self.world, self.device = setup_distributed(cfg)
+        self.main = self.rank == 0
+        self.accum = grad_accum_steps(cfg, self.world)
+        # A gloo group of its own for checkpoint threads, and one for the main thread's small host-side exchanges.
+        self.save_group = dist.new_group(backend="gloo") if self.world > 1 else None
+        self.host_group = dist.new_group(backend="gloo") if self.world > 1 else None
+        self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if self.restarts and not cfg.resume:
+            self.cfg = cfg = dataclasses.replace(cfg, resume="auto")
+        self.run_dir = Path(self.agree(cfg.run_dir or default_run_dir(cfg)))
+        self.stop_signal = 0
+        self.line_open = False
+        self.step = self.tokens = 0
+        self.train_s = self.val_s = self.stall_s = self.compile_s = 0.0
+        self.startup_s: float | None = None
+        self.val_loss: float | None = None
+        self.best_val_loss: float | None = None
+        self.train_loss: float | None = None
+        self.spike_rows: list[list[float]] = []
+        self.metrics: Any = None
+        self.wandb: WandbLog | None = None
+        self.resume_from: Path | None = None
+        self.lock: Any = None
+
+    # -- small things
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.host_group)
+        return box[0]
+
+    def say(self, text: str) -> None:
+        if self.main:
+            if self.line_open:
+                print(file=sys.stderr)
+                self.line_open = False
+            print(text, file=sys.stderr, flush=True)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def on_rank0(self, action: Callable[[], Any]) -> Any:
+        """Runs an action on rank 0 whose UserError must end every rank."""
+        result: Any = None
+        if self.main:
+            try:
+                result = ("ok", action())
+            except UserError as e:
+                result = ("error", str(e))
+        kind, value = self.agree(result)
+        if kind == "error":
+            raise UserError(value)
+        return value
+
+    # -- set-up
+
+    def prepare_run_dir(self) -> Path | None:
+        """Checks, locks and makes the run directory on rank 0. Returns the verified checkpoint to resume from, if any."""
+        cfg, run_dir = self.cfg, self.run_dir
+        exists = (run_dir / "config.json").exists()
+        if exists and not cfg.resume:
+            raise UserError(f"{run_dir} holds a run already; go on with it by --resume, or choose another --run-dir")
+        if not exists and cfg.resume and cfg.resume in ("newest",) and not self.restarts:
+            raise UserError(f"--resume: there is no run in {run_dir}")
+        parent = next(p for p in [run_dir.absolute(), *run_dir.absolute().parents] if p.exists())
+        state_bytes = self.state_bytes()
+        copies = 0 if parse_cadence(cfg.checkpoint_every)[0] == "off" else cfg.keep + 1
+        need = state_bytes * copies + 4 * parameter_count(cfg)["total"] + (1 << 20)
+        if shutil.disk_usage(parent).free < need:
+            raise UserError(
+                f"{parent} has {shutil.disk_usage(parent).free / 1e9:.2f} GB free; the run needs {need / 1e9:.2f} GB "
+                f"({copies} checkpoints of {state_bytes / 1e9:.2f} GB and the weights)"
+            )
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        available = available_memory()
+        if copies and available is not None and available < state_bytes * (ranks_here if cfg.parallel == "ddp" else 1) + 4 * parameter_count(cfg)["total"] * (ranks_here - 1):
+            raise UserError(
+                f"{available / 1e9:.1f} GB of host memory are free; staging checkpoints of {ranks_here} ranks needs more: "
+                "use --checkpoint-every 0 or a machine with more memory"
+            )
+        created = not run_dir.exists()
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self.lock = lock_run(run_dir, patience=30.0 if cfg.resume else 0.0)
+            resume_from = find_checkpoint(cfg, run_dir, self.say) if cfg.resume else None
+            (run_dir / "checkpoints").mkdir(exist_ok=True)
+        except OSError as e:
+            if created:
+                shutil.rmtree(run_dir, ignore_errors=True)
+            raise UserError(f"{run_dir} cannot be written: {e.strerror or e}") from None
+        return resume_from
+
+    def write_run_files(self, attention: str, compiled: bool) -> None:
+        """config.json, env.json, the source, and the opened metrics.jsonl."""
+        run_dir, cfg = self.run_dir, self.cfg
+        try:
+            write_json(run_dir / "config.json", {
+                "recipe": cfg.recipe, "config": dataclasses.asdict(cfg), "config_hash": config_hash(cfg),
+                "learning_hash": learning_hash(cfg), "val_protocol": self.protocol, "data": self.data_record(),
+            })  # fmt: skip
+            write_json(run_dir / "env.json", environment(cfg, self.device, attention, compiled, self.world))
+            shutil.copyfile(__file__, run_dir / "train_gpt2.py")
+            path = run_dir / "metrics.jsonl"
+            torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
+            self.metrics = open(path, "a")  # noqa: SIM115  (kept open for the whole run)
+            if torn:
+                self.metrics.write("\n")
+        except OSError as e:
+            raise UserError(f"{run_dir} cannot be written: {e.strerror or e}") from None
+
+    def data_record(self) -> dict[str, Any]:
+        manifest = Path(self.cfg.data) / "manifest.json"
+        dataset = read_json(manifest).get("dataset") if manifest.exists() else None
+        return {"dir": self.cfg.data, "fingerprint": self.fingerprint, "dataset": dataset}
+
+    def state_bytes(self) -> int:
+        """Bytes of a full checkpoint: fp32 weights, one moment for Muon and two for AdamW parameters."""
+        with torch.device("meta"):
+            shapes = {n: p.numel() for n, p in GPT(self.cfg).named_parameters()}
+        return sum(4 * n * (2 if is_muon(name, self.cfg) else 3) for name, n in shapes.items())
+
+    def setup(self) -> None:
+        cfg, device = self.cfg, self.device
+        threads = cfg.threads or max(1, (len(os.sched_getaffinity(0))) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision("highest" if cfg.precision == "fp32" else "high")
+        if cfg.deterministic:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        attention = choose_attention(cfg, device)
+        self.fingerprint = self.on_rank0(lambda: data_fingerprint(cfg.data))
+        self.protocol = val_protocol(cfg, self.val_stream)
+        self.resume_from = self.on_rank0(self.prepare_run_dir)
+        compiled = cfg.compile == "on" or (cfg.compile == "auto" and device.type == "cuda")
+        meta = read_json(self.resume_from / "train_state.json") if self.resume_from else None
+        if meta is not None:
+            check_resume(meta, cfg, self.fingerprint, self.say)
+        if self.main:
+            for s in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(s, self.on_signal)
+        else:  # rank 0 decides when to stop; a Ctrl-C reaches every process of the group
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, self.on_signal)
+
+        self.model = GPT(cfg).to(device)
+        if compiled:
+            torch._dynamo.config.recompile_limit = 64  # blocks with and without skips and value embeddings, train and val
+            for block in self.model.blocks:  # blocks of one kind share one compilation
+                block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+        self.compiled = compiled
+        self.ddp: nn.Module = self.model
+        if self.world > 1 and cfg.parallel == "ddp":
+            self.ddp = nn.parallel.DistributedDataParallel(
+                self.model, device_ids=[device.index] if device.type == "cuda" else None, bucket_cap_mb=cfg.ddp_bucket_mb,
+                gradient_as_bucket_view=True, broadcast_buffers=False,
+            )  # fmt: skip
+        self.optimizer = Optimizer(self.model, cfg, self.rank, self.world, compiled and device.type == "cuda")
+        self.bad = torch.zeros((), dtype=torch.bool, device=device)  # sticky: set by the first non-finite loss or gradient
+        # fp16: torch's GradScaler decides the scale from the one number that is non-finite if any gradient is.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.precision == "fp16")
+        self.probe = torch.optim.SGD([nn.Parameter(torch.zeros((), device=device))], lr=0.0)
+        self.warm_up()
+        attempt = self.agree(f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        self.checkpoints = Checkpoints(cfg, self.run_dir, self.rank, self.world, device, self.save_group, attempt, self.say)
+        if self.main:
+            self.checkpoints.clean()
+        self.loader = Loader(cfg, self.train_stream, self.rank, self.world, device)
+        if meta is not None:
+            self.restore(meta)
+        self.on_rank0(lambda: self.write_run_files(attention, compiled))
+        if self.main and cfg.wandb != "off":
+            self.wandb = WandbLog(cfg, self.run_dir)
+        self.peak = peak_flops(device, cfg)
+        self.flops = flops_per_token(cfg)
+
+    def warm_up(self) -> None:
+        """Compiles and allocates with one whole step and one validation batch on made-up tokens, untimed.
+
+        Leaves no trace: the update is skipped on the device, the tokens come from a generator of their own.
+        """
+        began = time.perf_counter()
+        cfg = self.cfg
+        generator = torch.Generator().manual_seed(0)
+
+        def made_up(rows: int) -> Tensor:
+            return torch.randint(cfg.vocab_size, (rows, cfg.seq_len), generator=generator).to(self.device)
+
+        for micro in range(min(2, self.accum)):
+            x = made_up(cfg.micro_batch)
+            self.backward(x, x, last=micro == min(2, self.accum) - 1)
+        self.optimizer.finish_gradients(torch.zeros(1, device=self.device))
+        self.optimizer.step(0.0, 0.0, None, torch.ones((), dtype=torch.bool, device=self.device))
+        self.optimizer.zero_grad()
+        x = made_up(cfg.val_batch)
+        self.model.nll(x, x)
+        self.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.compile_s = time.perf_counter() - began
+
+    def backward(self, x: Tensor, y: Tensor, last: bool) -> Tensor:
+        """Forward and backward of one micro-batch; gradients of the step's mean loss add up. Returns the summed nats."""
+        self.optimizer.sync = last
+        ddp = isinstance(self.ddp, nn.parallel.DistributedDataParallel)
+        # Set before the forward: DDP decides there whether the backward will reduce.
+        quiet = self.ddp.no_sync() if ddp and not last else contextlib.nullcontext()
+        with quiet:
+            loss = self.ddp(x, y)
+            # DDP averages over ranks, the other modes sum.
+            self.scaler.scale(loss * ((self.world if ddp else 1) / self.cfg.batch_tokens)).backward()
+        return loss.detach()
+
+    # -- state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything of this rank that a checkpoint holds, as named tensors (the live ones)."""
+        state = {f"model.{k}": v for k, v in self.model.state_dict().items()}
+        state |= {f"optimizer.{k}": v for k, v in self.optimizer.state().items()}
+        state[f"rng.cpu.{self.rank}"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            state[f"rng.cuda.{self.rank}"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def meta(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA, "step": self.step, "tokens": self.tokens, "data_position": self.tokens,
+            "config": dataclasses.asdict(self.cfg), "fingerprint": self.fingerprint, "world_size": self.world,
+            "train_s": self.train_s, "val_s": self.val_s, "stall_s": self.stall_s, "val_loss": self.val_loss,
+            "best_val_loss": self.best_val_loss, "train_loss": self.train_loss, "spike_rows": self.spike_rows,
+            "scaler": self.scaler.state_dict(),
+        }  # fmt: skip
+
+    def restore(self, meta: dict[str, Any]) -> None:
+        """Loads a verified checkpoint into the live tensors; any number of ranks."""
+        import torch.distributed.checkpoint as dcp
+
+        assert self.resume_from is not None
+        reader = checkpoint_reader(self.resume_from)
+        saved = set(reader.read_metadata().state_dict_metadata)
+        wanted = self.tensors()
+        rng = [k for k in wanted if k.startswith("rng.") and k not in saved]  # more ranks than were saved, or another device
+        for key in rng:
+            del wanted[key]
+        if missing := sorted(set(wanted) - saved):
+            raise UserError(f"{self.resume_from} lacks {missing[0]}: it belongs to another model or optimizer")
+        dcp.load(wanted, storage_reader=reader, process_group=self.save_group, no_dist=self.world == 1)
+        if f"rng.cpu.{self.rank}" in wanted:
+            torch.set_rng_state(wanted[f"rng.cpu.{self.rank}"])
+        if f"rng.cuda.{self.rank}" in wanted:
+            torch.cuda.set_rng_state(wanted[f"rng.cuda.{self.rank}"], self.device)
+        for key in "step tokens train_s val_s stall_s val_loss best_val_loss train_loss spike_rows".split():
+            setattr(self, key, meta[key])
+        if meta["scaler"]:
+            self.scaler.load_state_dict(meta["scaler"])
+        self.say(f"resumed from {self.resume_from} at step {self.step}")
+        if self.step >= self.cfg.max_steps:
+            self.say(f"the run is complete at {self.step} steps; nothing to train")
+
+    def save(self) -> None:
+        began = time.perf_counter()
+        self.checkpoints.save(self.tensors(), self.meta())
+        self.stall_s += time.perf_counter() - began
+
+    # -- signals
+
+    def on_signal(self, number: int, frame: Any) -> None:
+        if self.stop_signal and number == signal.SIGINT:
+            os._exit(130)  # a second Ctrl-C: at once; the last checkpoint stands
+        self.stop_signal = number
+
+    # -- the loop
+
+    def validate(self) -> None:
+        self.synchronize()
+        began = time.perf_counter()
+        cfg = self.cfg
+        loss = evaluate_tokens(self.model, self.val_stream, cfg.val_tokens, cfg.seq_len, cfg.val_batch, self.rank, self.world)
+        seconds = time.perf_counter() - began
+        self.val_s += seconds
+        self.val_loss = loss
+        self.best_val_loss = loss if self.best_val_loss is None else min(loss, self.best_val_loss)
+        self.log({"kind": "val", "step": self.step, "tokens": self.tokens, "val_loss": loss, "train_s": self.train_s, "val_s": seconds})
+        self.say(f"step {self.step}/{cfg.max_steps}  val loss {loss:.4f}  after {self.train_s:.1f} s of training")
+
+    def log(self, row: dict[str, Any]) -> None:
+        if self.main:
+            append_line(self.metrics, row)
+            if self.wandb is not None:
+                self.wandb.rows.put(row)
+
+    def progress(self, row: dict[str, Any]) -> None:
+        """One live line on a terminal; plain lines, few of them, where the output is piped."""
+        cfg = self.cfg
+        left = (cfg.max_steps - row["step"]) * row["step_ms"] / 1000
+        mfu = f"  MFU {row['mfu']:.1%}" if row["mfu"] is not None else ""
+        val = f"  val {self.val_loss:.4f}" if self.val_loss is not None else ""
+        text = (
+            f"step {row['step']}/{cfg.max_steps}  loss {row['loss']:.4f}{val}  {row['tokens_per_s']:,.0f} tok/s{mfu}"
+            f"  {row['step_ms']:.0f} ms  ETA {datetime.timedelta(seconds=int(left))}"
+        )
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            self.line_open = True
+        elif row["step"] % max(1, cfg.max_steps // 20) == 0 or row["step"] <= 3:
+            self.say(text)
+
+    def spike(self, loss: float, norm: float) -> str:
+        """'' or what is out of line, by z-score over the window of earlier steps; nothing until the window is full."""
+        window = self.spike_rows[-self.cfg.spike_window :]
+        said = ""
+        if len(window) >= self.cfg.spike_window:
+            for name, value, past in (("loss", loss, [w[0] for w in window]), ("gradient norm", norm, [w[1] for w in window])):
+                z = (value - float(np.mean(past))) / max(float(np.std(past)), 1e-12)
+                if z > self.cfg.spike_z:
+                    said = f"{name} {value:.4g} is {z:.1f} deviations above its last {len(window)} steps"
+        if not said:
+            self.spike_rows = [*window, [loss, norm]][-self.cfg.spike_window :]
+        return said
+
+    def wait_for(self, event: torch.cuda.Event | None) -> None:
+        """Until the device has passed the event; a device that does not answer in time means a lost rank."""
+        if event is None:
+            return
+        deadline = time.monotonic() + self.cfg.comm_timeout
+        while not event.query():
+            if self.world > 1 and time.monotonic() > deadline:
+                raise TimeoutError(f"no answer from the device within {self.cfg.comm_timeout:.0f} s")
+            time.sleep(0.0005)
+
+    def run(self) -> Exit:
+        """Trains to the end. Returns Exit.OK or Exit.STOPPED; raises Halt for other ends."""
+        cfg = self.cfg
+        cadence, every = parse_cadence(cfg.checkpoint_every)
+        if self.step == 0 and cfg.val_every:
+            self.validate()
+        batches = self.loader.batches(self.step, cfg.max_steps)
+        pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        self.synchronize()
+        clock = time.perf_counter()  # train_s counts from here, with other work taken out
+        last_save, interval, step_ms, saved_at = time.perf_counter(), 60.0, [], -1
+        save_asked = False
+
+        def settle(entry: tuple[int, Tensor, torch.cuda.Event | None]) -> list[float]:
+            """Reads what an earlier step left behind, one step late so that the device never waits for the host."""
+            nonlocal clock
+            step, values, event = entry
+            self.wait_for(event)
+            loss, norm, stop, ask, over = values.tolist()
+            now = time.perf_counter()
+            elapsed, clock = now - clock, now
+            self.train_s += elapsed
+            if not math.isfinite(loss):
+                raise Halt(Exit.NON_FINITE, f"loss is {loss} at step {step}; the weights are those of step {step - 1}")
+            if not math.isfinite(norm) and not self.scaler.is_enabled():
+                raise Halt(Exit.NON_FINITE, f"gradient norm is {norm} at step {step}; the weights are those of step {step - 1}")
+            self.train_loss = loss
+            if self.startup_s is None:
+                self.startup_s = now - self.began
+            rate = cfg.batch_tokens / elapsed
+            mfu = rate * self.flops / (self.peak * self.world) if self.peak else None
+            if mfu is not None and mfu > 1:
+                raise Halt(Exit.FAILED, f"MFU of {mfu:.0%} is impossible: the peak of {torch.cuda.get_device_name()} or the timing is wrong")
+            memory = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+            row = {
+                "kind": "train", "step": step, "tokens": step * cfg.batch_tokens, "loss": loss,
+                "lr": (cfg.muon_lr if cfg.optimizer == "muon" else cfg.lr) * learning_rate_factor(cfg, step - 1), "grad_norm": norm,
+                "step_ms": elapsed * 1000, "tokens_per_s": rate, "mfu": mfu, "peak_mem_bytes": memory, "train_s": self.train_s,
+                "epoch": (step * cfg.batch_tokens - 1) // len(self.train_stream),
+            }  # fmt: skip
+            step_ms.append(elapsed * 1000)
+            self.log(row)
+            if self.main:
+                self.progress(row)
+            return [stop, ask, over]
+
+        stopping = over = False
+        while self.step < cfg.max_steps and not (stopping or over):
+            step = self.step
+            losses = torch.zeros((), device=self.device)
+            for micro in range(self.accum):
+                x, y = next(batches)
+                losses += self.backward(x, y, last=micro == self.accum - 1)
+            # What all ranks must agree on travels with the loss: a signal to stop, a wish to save, the time being up.
+            due = cadence in ("auto", "seconds") and time.perf_counter() - last_save > (every or interval)
+            wishes = [
+                float(bool(self.stop_signal)), float(self.main and due and not self.checkpoints.busy()),
+                float(self.main and bool(cfg.max_minutes) and self.train_s > cfg.max_minutes * 60),
+            ]  # fmt: skip
+            control = torch.cat([losses.unsqueeze(0) / cfg.batch_tokens, torch.tensor(wishes).to(self.device, non_blocking=True)])
+            norm = self.optimizer.finish_gradients(control)
+            grad_scale = None
+            if self.scaler.is_enabled():
+                self.probe.param_groups[0]["params"][0].grad = norm.clone()
+                self.scaler.unscale_(self.probe)
+                grad_scale = self.probe.param_groups[0]["params"][0].grad / norm.clamp_min(1e-30)
+                norm = self.probe.param_groups[0]["params"][0].grad.clone()
+                self.scaler.step(self.probe)
+                self.scaler.update()
+                self.bad |= ~torch.isfinite(control[0])
+                skip = self.bad | ~torch.isfinite(norm)  # fp16 overflow: this step only, and the scale falls
+            else:
+                self.bad |= ~(torch.isfinite(norm) & torch.isfinite(control[0]))
+                skip = self.bad
+            if cfg.clip:
+                factor = (cfg.clip / (norm + 1e-6)).clamp(max=1.0)
+                grad_scale = factor if grad_scale is None else grad_scale * factor
+            if cfg.spike != "off" and (reason := self.spike(control[0].item(), norm.item())):
+                if self.main and (good := [p for p in list_checkpoints(self.run_dir) if p.name in self.checkpoints.verified]):
+                    (good[-1] / "pinned").write_text(f"before the spike at step {step + 1}: {reason}\n")
+                if cfg.spike == "halt":
+                    self.save()
+                    self.checkpoints.close()
+                    raise Halt(Exit.SPIKE, f"step {step + 1}: {reason}; the state before it is saved")
+                self.say(f"step {step + 1}: {reason}; this update is skipped")
+                skip = torch.ones_like(skip)
+            self.checkpoints.before_update()
+            self.optimizer.step(learning_rate_factor(cfg, step), muon_momentum(cfg, step), grad_scale, skip)
+            self.optimizer.zero_grad()
+            self.step, self.tokens = step + 1, (step + 1) * cfg.batch_tokens
+            packed = torch.cat([control[:1], norm.unsqueeze(0), control[1:]])
+            event = None
+            if self.device.type == "cuda":
+                packed = packed.to("cpu", non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+            if event is None:  # the CPU has computed everything already
+                flags = settle((self.step, packed, None))
+            else:
+                flags = settle(pending) if pending is not None else [0.0, 0.0, 0.0]
+                pending = (self.step, packed, event)
+            stopping, save_asked, over = flags[0] > 0, save_asked or flags[1] > 0, flags[2] > 0
+
+            at_end = self.step == cfg.max_steps or stopping or over
+            validate = at_end or (cfg.val_every and self.step % cfg.val_every == 0)
+            save = save_asked or (cadence == "steps" and self.step % int(every) == 0)
+            if validate or at_end:
+                if pending is not None:
+                    settle(pending)
+                    pending = None
+                if not stopping:
+                    self.validate()
+                clock = time.perf_counter()
+            if save and not at_end:
+                save_asked = False
+                began = time.perf_counter()
+                self.save()
+                stall = time.perf_counter() - began
+                last_save = time.perf_counter()
+                clock += stall  # a stall is not training time
+                saved_at = len(step_ms)
+                if cadence == "auto":
+                    interval = self.auto_interval(max(stall, 1e-3))
+        if cadence != "off" or stopping:
+            if not self.already_saved():
+                self.save()
+            self.checkpoints.wait()
+        del saved_at
+        return Exit.STOPPED if stopping else Exit.OK
+
+    def already_saved(self) -> bool:
+        """True if the state of this step is on disk: a finished run that was resumed with nothing to do."""
+        return self.resume_from is not None and self.resume_from.name == f"step-{self.step:06d}"
+
+    def auto_interval(self, stall: float) -> float:
+        mtbf = mean_time_between_failures(self.cfg, max(1, torch.cuda.device_count() if self.device.type == "cuda" else 1))
+        interval = checkpoint_interval(stall, mtbf, self.checkpoints.upload_s)
+        self.say(
+            f"checkpoints every {interval:.0f} s: sqrt(2 x {stall:.3f} s stall x {mtbf / 3600:.2f} h between failures), "
+            f"not below {self.checkpoints.upload_s:.1f} s of writing"
+        )
+        return interval
+
+    def finish(self, code: Exit, reason: str) -> None:
+        """Weights, result.json, and whatever must come after everything is written."""
+        if not self.main:
+            return
+        cfg = self.cfg
+        done = code in (Exit.OK, Exit.STOPPED)
+        weights = save_weights(self.model, cfg, self.run_dir / "model.safetensors") if done and hasattr(self, "model") else None
+        rows = read_metrics(self.run_dir)["train"]
+        steady = sorted(r["step_ms"] for r in rows[max(3, len(rows) // 10) :] or rows)
+        median = steady[len(steady) // 2] if steady else None
+        rate = cfg.batch_tokens * 1000 / median if median else None
+        peak = getattr(self, "peak", None)
+        write_json(self.run_dir / "result.json", {
+            "recipe": cfg.recipe, "exit_reason": reason, "exit_code": int(code), "step": self.step, "max_steps": cfg.max_steps,
+            "tokens": self.tokens, "train_loss": self.train_loss, "val_loss": self.val_loss, "best_val_loss": self.best_val_loss,
+            "val_protocol": self.protocol, "train_seconds": self.train_s, "val_seconds": self.val_s, "compile_seconds": self.compile_s,
+            "checkpoint_stall_seconds": self.stall_s, "startup_seconds": self.startup_s, "total_seconds": time.perf_counter() - self.began,
+            "loader_wait_seconds": self.loader.wait_s if hasattr(self, "loader") else None,
+            "tokens_per_s": rate, "mfu": rate * flops_per_token(cfg) / (peak * self.world) if rate and peak else None,
+            "peak_mem_bytes": max((r["peak_mem_bytes"] for r in rows), default=0), "params": parameter_count(cfg)["total"],
+            "data": self.data_record(), "seed": cfg.seed, "world_size": self.world, "device": str(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else "cpu",
+            "weights": "model.safetensors" if weights else None, "weights_sha256": weights,
+        })  # fmt: skip
+        if self.wandb is not None:
+            self.wandb.close()
+
+
+def available_memory() -> int | None:
+    """Bytes of host memory that can be had without swapping, where the system says so."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def explain_out_of_memory(trainer: Trainer) -> str:
+    """Writes the allocator's summary into the run directory; returns the line for the person."""
+    cfg = trainer.cfg
+    weights = 4 * parameter_count(cfg)["total"]
+    peak = torch.cuda.max_memory_allocated(trainer.device)
+    state = weights * 2 + trainer.state_bytes() - weights  # weights, gradients, optimizer
+    if trainer.run_dir.is_dir():
+        (trainer.run_dir / "out_of_memory.txt").write_text(torch.cuda.memory_summary(trainer.device))
+    room = torch.cuda.get_device_properties(trainer.device).total_memory
+    fit = max(1, cfg.micro_batch // 2)
+    while fit > 1 and state + (peak - state) * fit / cfg.micro_batch > 0.9 * room:
+        fit //= 2
+    return (
+        f"out of GPU memory: weights, gradients and optimizer take {state / 1e9:.1f} GB, activations and logits of --micro-batch "
+        f"{cfg.micro_batch} x {cfg.seq_len} tokens filled the rest of {room / 1e9:.0f} GB; try --micro-batch {fit} "
+        f"(same result, more accumulation)"
+    )
+
+
+def name_lost_rank(trainer: Trainer) -> str:
+    """Asks every rank for a sign of life; returns which one did not answer."""
+    try:
+        dist.monitored_barrier(trainer.host_group, timeout=datetime.timedelta(seconds=5), wait_all_ranks=True)
+    except RuntimeError as e:
+        return str(e).splitlines()[0]
+    return "all ranks answer"
+
+
+def train(cfg: Config) -> tuple[Exit, str, Path | None]:
+    """Runs one training to its end on this rank. Returns the exit code, a line for the person, and the run directory."""
+    trainer = Trainer(cfg)
+    code, reason, line = Exit.OK, "finished", ""
+    try:
+        trainer.setup()
+        code = trainer.run()
+        if code == Exit.STOPPED:
+            reason, line = "stopped", f"stopped by signal {trainer.stop_signal or 'on another rank'}; saved at step {trainer.step}; go on with --resume"
+        elif trainer.step < cfg.max_steps:
+            reason, line = "max_minutes", f"stopped after {trainer.train_s / 60:.1f} minutes of training at step {trainer.step}"
+    except Halt as e:
+        code, line = e.code, str(e)
+        reason = e.code.name.lower()
+    except torch.OutOfMemoryError:
+        code, reason, line = Exit.OUT_OF_MEMORY, "out_of_memory", explain_out_of_memory(trainer)
+    except (dist.DistBackendError, dist.DistNetworkError, TimeoutError, RuntimeError) as e:
+        if trainer.world == 1 or not isinstance(e, (dist.DistError, TimeoutError)) and "peer" not in str(e) and "timeout" not in str(e).lower() and "Timed out" not in str(e):
+            raise
+        line = f"rank {trainer.rank} lost another rank at step {trainer.step + 1}: {name_lost_rank(trainer)} ({str(e).splitlines()[0][:160]})"
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        os._exit(int(Exit.PEER_LOST))  # collectives in flight would hang an orderly exit
+    trainer.finish(code, reason)
+    return code, line, trainer.run_dir
+
+
+def main(argv: list[str]) -> int:
+    """Command line. Returns the exit code."""
+    rank = int(os.environ.get("RANK", "0"))
+    cfg = None
+    try:
+        cfg = parse_args(argv)
+        code, line, run_dir = train(cfg)
+        if rank == 0:
+            if line:
+                print(f"{'error: ' if code not in (Exit.OK, Exit.STOPPED) else ''}{line}", file=sys.stderr)
+            print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
+    except UserError as e:
+        code = Exit.BAD_INPUT
+        if rank == 0:
+            print(f"error: {e}", file=sys.stderr, flush=True)
+    if rank == 0 and cfg is not None and cfg.on_finish and code != Exit.BAD_INPUT:
+        wanted = {"always": True, "success": code == Exit.OK, "failure": code != Exit.OK}[cfg.on_finish_when]
+        if wanted:
+            subprocess.run(cfg.on_finish, shell=True, check=False)
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+    # torchrun restarts every failure; ends that another attempt would only repeat are reported to it as success.
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and code not in (Exit.FAILED, Exit.PEER_LOST, Exit.DISK):
+        return 0
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
