@@ -91,7 +91,6 @@ class Fetcher:
     commit: str
     folder: Path
     retries: int
-    first_wait_s: float
     stop: threading.Event
 
     def partial(self, file: RemoteFile) -> Path:
@@ -115,7 +114,6 @@ class Fetcher:
             f"{self.dataset}/{file.name}",
             lambda: self._download(file),
             self.retries,
-            self.first_wait_s,
             self.stop,
         )
         partial = self.partial(file)
@@ -170,7 +168,6 @@ def fetch(
     revision: str = "",
     connections: int = CONNECTIONS,
     retries: int = RETRIES,
-    first_wait_s: float = 1.0,
 ) -> Manifest:
     """Fetch shards of a data set into `folder`, in parallel; what is there already is verified instead.
 
@@ -188,17 +185,17 @@ def fetch(
     if before is not None and before.dataset != repository:
         raise user_error(f"{folder}: holds shards of {before.dataset}; choose another --out")
     commit = before.revision if before and not revision else ""
-    commit = commit or resolve_revision(repository, revision, retries, first_wait_s)
+    commit = commit or resolve_revision(repository, revision, retries)
     if before is not None and before.revision != commit:
         raise user_error(
             f"{folder}: holds revision {before.revision}, not {commit}; "
             "leave out --revision or choose another --out"
         )
-    files = wanted.choose(list_files(repository, commit, retries, first_wait_s))
+    files = wanted.choose(list_files(repository, commit, retries))
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         stop = threading.Event()
-        fetcher = Fetcher(repository, commit, folder, retries, first_wait_s, stop)
+        fetcher = Fetcher(repository, commit, folder, retries, stop)
         shards = {shard.file: shard for shard in before.shards} if before is not None else {}
         _check_disk(fetcher, files)
 

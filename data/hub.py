@@ -52,7 +52,6 @@ def with_retries(
     what: str,
     request: Callable[[], Result],
     retries: int = RETRIES,
-    first_wait_s: float = FIRST_WAIT_S,
     stop: threading.Event | None = None,
 ) -> Result:
     """Call `request` until it succeeds, waiting 1, 2, 4, ... 30 s between. Raises UserError for what does
@@ -70,7 +69,7 @@ def with_retries(
             if not passes_with_time(error) or attempt == retries:
                 again = f" (tried {attempt + 1} times)" if attempt else ""
                 raise user_error(f"{what}: {_explain(error)}{again}") from error
-        if stop.wait(min(first_wait_s * 2**attempt, LONGEST_WAIT_S)):
+        if stop.wait(min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)):
             raise Stopped
     raise AssertionError("unreachable")
 
@@ -91,9 +90,7 @@ def _explain(error: Exception) -> str:
     return one_line(error)
 
 
-def resolve_revision(
-    dataset: str, revision: str = "", retries: int = RETRIES, first_wait_s: float = 1.0
-) -> str:
+def resolve_revision(dataset: str, revision: str = "", retries: int = RETRIES) -> str:
     """The commit that `revision` (a branch, tag or commit; empty: the newest) of a data set stands for."""
     logging.set_verbosity_error()  # its warnings tell of each retry; what remains in the end is one error
 
@@ -105,7 +102,7 @@ def resolve_revision(
 
     what = f"{dataset}@{revision}" if revision else dataset
     try:
-        return with_retries(what, request, retries, first_wait_s)
+        return with_retries(what, request, retries)
     except errors.HFValidationError as error:
         raise user_error(
             f"{dataset}: neither a folder here nor a name on the hub ({one_line(error)})"
@@ -119,9 +116,7 @@ class RemoteFile:
     sha256: str
 
 
-def list_files(
-    dataset: str, commit: str, retries: int = RETRIES, first_wait_s: float = 1.0
-) -> list[RemoteFile]:
+def list_files(dataset: str, commit: str, retries: int = RETRIES) -> list[RemoteFile]:
     """The large files in the top folder of a data set, with the sha256 that the hub's LFS store knows them
     by.
     """
@@ -131,4 +126,4 @@ def list_files(
         files = [entry for entry in tree if isinstance(entry, RepoFile)]
         return [RemoteFile(f.path, f.size, f.lfs.sha256) for f in files if f.lfs is not None]
 
-    return with_retries(f"{dataset}@{commit}", request, retries, first_wait_s)
+    return with_retries(f"{dataset}@{commit}", request, retries)
