@@ -1,7 +1,8 @@
 """`python -m harness COMMAND ...`: train, compare, promote, plan and show runs.
 
 Only the module of the command that is asked for is imported, so that `--help` and the light commands
-answer at once. A module offers `add_parser(sub)` and `run(args) -> int`.
+answer at once. A module offers `add_parser(sub)` and `run(args) -> int`; one with `TRAINER_FLAGS = True`
+finds what follows `--` in `args.trainer_flags`.
 """
 
 from __future__ import annotations
@@ -69,8 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code (2 for a person's mistake, 130 when interrupted)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command = argv[0] if argv and argv[0] in SUBCOMMANDS else None
+    flags: list[str] = []
     try:
+        if command and getattr(importlib.import_module(SUBCOMMANDS[command]), "TRAINER_FLAGS", False):
+            # Split here: argparse cannot tell an optional positional from flags after "--".
+            cut = argv.index("--") if "--" in argv else len(argv)
+            argv, flags = argv[:cut], argv[cut + 1 :]
         args = build_parser(command).parse_args(argv)
+        args.trainer_flags = flags
         return int(importlib.import_module(SUBCOMMANDS[args.command]).run(args))
     except SystemExit as stop:  # argparse: --help or a wrong flag
         return stop.code if isinstance(stop.code, int) else 2

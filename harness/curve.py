@@ -31,6 +31,7 @@ def draw(run_dirs: Sequence[Path], stem: Path, target: float | None = None) -> t
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     from train_gpt2 import read_metrics
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

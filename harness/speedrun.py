@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import shlex
 import shutil
 import sys
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
 FINEWEB_TARGET = 3.28  # val loss of llm.c's and modded-nanogpt's 124M on FineWeb's 10,485,760 val tokens
 UNIGRAM_MARGIN = 0.5  # nats below a unigram model: a run below this has learned more than word frequencies
 CPU_HELLASWAG_LIMIT = 200  # examples; all 10,042 would take longer than the training on a CPU
-CHECKPOINTS_AT_ONCE = 3  # two verified ones are kept while the next is written
-STATE_BYTES = 12  # fp32 weight and two moments, the largest a checkpoint gets, per parameter
 GIB = 2**30
+TRAINER_FLAGS = True
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,11 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     parser.add_argument("--gpus", type=int, help="GPUs of this machine to train on; default: all")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
-    parser.add_argument(
-        "trainer_flags",
-        nargs="*",
-        metavar="-- TRAINER FLAGS",
-        help="flags handed to train_gpt2.py, such as -- --max-steps 100 --seed 1",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
-    from train_gpt2 import RECIPES, parse_args
+    from train_gpt2 import RECIPES, check_data, grad_accum_steps, parse_args
 
-    if args.trainer_flags and not args.trainer_flags[0].startswith("-"):
-        raise UserError(
-            f"unexpected argument {args.trainer_flags[0]!r}: name a recipe with --recipe, "
-            "and put the trainer's flags after --"
-        )
     if args.recipe is not None and args.recipe not in RECIPES:
         raise UserError(f"unknown recipe {args.recipe!r}: choose one of {', '.join(RECIPES)}")
     hardware = find_hardware()
@@ -74,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     recipe, reason = choose_recipe(args.recipe, hardware, gpus)
     trainer_argv = [recipe, *args.trainer_flags]
     cfg = parse_args(trainer_argv)
+    grad_accum_steps(cfg, max(gpus, 1))
     if not cfg.run_dir:
         run_dir = fresh_run_dir(recipe)
         trainer_argv += ["--run-dir", str(run_dir)]
@@ -102,8 +92,10 @@ def run(args: argparse.Namespace) -> int:
             print("  " + shlex.join(["python", "-m", "eval", *evaluation]))
         return 0
 
-    if prepare is not None and run_process([sys.executable, "-m", *prepare]) != 0:
-        raise UserError(f"the data could not be prepared; what it takes: python -m {shlex.join(prepare)}")
+    if prepare is not None:
+        if run_process([sys.executable, "-m", *prepare]) != 0:
+            raise UserError(f"the data could not be prepared; what it takes: python -m {shlex.join(prepare)}")
+        check_data(cfg)
     print(f"training  {run_dir}", flush=True)
     code = launch_training(trainer_argv, max(gpus, 1))
     if code != 0:
@@ -170,68 +162,62 @@ def describe_hardware(hardware: Hardware, gpus: int) -> str:
     return f"{gpus} of {len(hardware.gpus)} GPUs: {each}; {ram}"
 
 
-def count_parameters(cfg: Config) -> int:
-    """Parameters of the model that `cfg` describes, built without memory."""
-    import torch
-    from train_gpt2 import GPT
+def training_bytes(cfg: Config) -> int:
+    """fp32 weights and gradients, and the optimizer's moments: what a rank holds beside activations."""
+    from train_gpt2 import parameter_count
 
-    with torch.device("meta"):
-        return sum(p.numel() for p in GPT(cfg).parameters())
+    return 16 * parameter_count(cfg)["total"]
 
 
 def check_memory(cfg: Config, hardware: Hardware, gpus: int) -> str:
     """Refuse a machine that cannot hold the training state at all; returns what was found, in words."""
-    state = 16 * count_parameters(cfg)  # fp32 weights, gradients and two moments
+    state = training_bytes(cfg)
     if gpus and state > hardware.gpu_bytes:
         raise UserError(
             f"the training state alone takes {state / GIB:.1f} GiB and {hardware.gpus[0]} has "
             f"{hardware.gpu_bytes / GIB:.1f} GiB: choose a smaller model"
         )
-    if gpus:  # checkpoints are staged in host memory, one copy per rank
-        need = STATE_BYTES * count_parameters(cfg) * gpus
-        what = f"checkpoints staged in host memory for {gpus} ranks"
+    if gpus:
+        need, what = state * gpus, f"checkpoints staged in host memory for {gpus} ranks"
     else:
-        logits = 3 * 4 * cfg.micro_batch * cfg.seq_len * cfg.padded_vocab  # fp32, their gradient, a temporary
-        need = state + logits
-        what = "weights, gradients, optimizer and logits"
+        need, what = state, "weights, gradients and optimizer"
     if need > hardware.ram_bytes:
         raise UserError(
             f"{what} take {need / GIB:.1f} GiB, and {hardware.ram_bytes / GIB:.1f} GiB of memory are free: "
-            "close other programs or lower --micro-batch"
+            "close other programs, or choose a smaller model"
         )
     return f"{need / GIB:.1f} GiB needed for {what}, {hardware.ram_bytes / GIB:.1f} GiB free"
 
 
 def check_disk(cfg: Config, run_dir: Path) -> str:
     """Refuse a disk that cannot hold the run; returns what was found, in words."""
-    parent = run_dir.absolute()
-    while not parent.exists():
-        parent = parent.parent
-    checkpoints = 0 if cfg.checkpoint_every == "0" else CHECKPOINTS_AT_ONCE
-    need = count_parameters(cfg) * (4 + checkpoints * STATE_BYTES)
+    parent = next(p for p in [run_dir.absolute(), *run_dir.absolute().parents] if p.exists())
+    copies = 1 if cfg.checkpoint_every == "0" else cfg.keep + 2  # kept, the next one, and the weights
+    need = training_bytes(cfg) * copies
     free = shutil.disk_usage(parent).free
     if need > free:
         raise UserError(
             f"the run takes up to {need / GIB:.1f} GiB of disk and {parent} has {free / GIB:.1f} GiB free: "
             "make room, or choose another --run-dir"
         )
-    return f"{need / GIB:.1f} GiB needed for weights and checkpoints, {free / GIB:.1f} GiB free"
+    return f"{need / GIB:.1f} GiB at most for weights and checkpoints, {free / GIB:.1f} GiB free"
 
 
 def data_command(cfg: Config) -> list[str] | None:
-    """None when the shards are there; else the module and arguments that prepare them."""
-    from train_gpt2 import TokenStream, find_shards
+    """None when the shards are there; else the module and arguments that prepare them. Raises UserError
+    for shards that are there and broken, or that nobody but the user can provide."""
+    from train_gpt2 import TokenStream, check_data, find_shards
 
     data = Path(cfg.data)
-    needed = cfg.max_steps * cfg.batch_tokens
-    shards = find_shards(data, "train") if data.is_dir() and find_shards(data, "val") else []
-    if shards and (data.name != "fineweb10B" or cfg.epochs or len(TokenStream(shards)) > needed):
-        return None
-    if data.name == "sample":
-        return ["data", "sample"]
+    missing = not any(data.glob("*_train_*.bin")) or not any(data.glob("*_val_*.bin"))
+    if missing and data.name == "sample":
+        return ["data", "sample", "--out", str(data)]
     if data.name == "fineweb10B":
-        return ["data", "fetch", "fineweb10B", "--tokens", str(needed)]
-    raise UserError(f"no shards in {data}: name a folder of *_train_*.bin and *_val_*.bin with -- --data DIR")
+        needed = math.ceil((cfg.max_steps * cfg.batch_tokens + 1) / cfg.epochs)
+        if missing or len(TokenStream(find_shards(data, "train"))) < needed:
+            return ["data", "fetch", data.name, "--tokens", str(needed), "--out", str(data)]
+    check_data(cfg)
+    return None
 
 
 def unigram_loss(data: Path, val_tokens: int) -> float:
@@ -240,6 +226,7 @@ def unigram_loss(data: Path, val_tokens: int) -> float:
     The floor that any model must beat by far: it knows how often a token occurs, and nothing of context.
     """
     import numpy as np
+
     from train_gpt2 import TokenStream, find_shards
 
     train, val = (TokenStream(find_shards(data, split)) for split in ("train", "val"))
