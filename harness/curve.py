@@ -30,7 +30,7 @@ def draw(run_dirs: Sequence[Path], stem: Path, target: float | None = None) -> t
     The loss axis is logarithmic: the last hundredths, which decide, stay visible beside the first steps.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     from train_gpt2 import read_metrics
 
@@ -58,11 +58,11 @@ def draw(run_dirs: Sequence[Path], stem: Path, target: float | None = None) -> t
                 fontsize=9,
             )
     if target is not None:
-        axes.axhline(target, color="0.4", ls="--", lw=1, label=f"target {target:g}")
+        axes.axhline(target, color="0.4", ls="--", lw=1, label=f"target {target:.4g}")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
-    axes.yaxis.set_minor_locator(MaxNLocator(nbins=1))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: human_count(value)))
     axes.set(
         xlabel="training tokens", ylabel="loss (nats per token)", title="train (thin) and validation (dots)"
