@@ -113,6 +113,7 @@ class Config:
     attn_scale: float = opt(0.0, "scale of attention scores; 0: 1/sqrt(head width)")
     x0_mix: bool = opt(False, "every block sees a learned mix of its input and the token embedding")
     value_embeds: int = opt(0, "token-embedding tables added to the values of the first and last n blocks")
+    bigram_rows: int = opt(0, "rows of a hashed table of token pairs, mixed into every block; 0: off")
     unet_skip: bool = opt(False, "learned skip connections from the first half of the blocks to the second")
     attn_gate: bool = opt(False, "each head's output is gated by a sigmoid of the first 12 channels")
     smear: bool = opt(False, "each embedding takes in a gated part of the one before it")
@@ -148,6 +149,7 @@ class Config:
     # Execution.
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "auto: cuda where there is one")
     precision: Precision = opt("bf16", "arithmetic of the forward and backward; weights and sums stay fp32")
+    head_precision: Literal["same", "fp8"] = opt("same", "matrix products of the head in training; fp8 needs compute capability 8.9")
     compile: Toggle = opt("auto", "torch.compile the blocks; auto: on for CUDA (measured not to pay on CPU)")
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = opt("auto", "SDPA backend; auto: the fastest that works")
     parallel: Literal["owner", "ddp", "zero1"] = opt(
@@ -191,7 +193,7 @@ RECIPES: dict[str, Config] = {
         optimizer="muon", muon_lr=0.03, muon_momentum_warmup=200, muon_beta2=0.95, muon_wd=0.1,
         lr=0.005, embed_lr=0.3, head_lr=0.005, scalar_lr=0.02, beta1=0.8, beta2=0.95, eps=1e-10, weight_decay=0.0, clip=0.0,
         schedule="linear", warmup_steps=0, warmdown_frac=0.6, final_lr_frac=0.05,
-        batch_tokens=262_144, micro_batch=64, max_steps=6_000, val_every=250,
+        batch_tokens=262_144, micro_batch=64, max_steps=6_000, val_every=250, head_precision="fp8",
     ),
     # The speedrun made small enough for two CPU cores and the embedded sample text.
     "sample": Config(
@@ -372,7 +374,10 @@ def data_fingerprint(folder: str | Path) -> str:
     """manifest.json's fingerprint; without a manifest a hash of names, sizes and samples of every shard, marked so."""
     manifest = Path(folder) / "manifest.json"
     if manifest.exists():
-        return str(read_json(manifest)["fingerprint"])
+        found = read_json(manifest).get("fingerprint")
+        if not found:
+            raise UserError(f"{manifest} has no fingerprint; build or fetch the shards again")
+        return str(found)
     digest = hashlib.sha256()
     for path in [*find_shards(folder, "train"), *find_shards(folder, "val")]:
         tokens = open_shard(path)
@@ -501,14 +506,20 @@ class Block(nn.Module):
         self.norm1, self.norm2 = make_norm(cfg), make_norm(cfg)
         self.attn, self.mlp = Attention(cfg, value_embed), MLP(cfg)
         self.x0_mix = nn.Parameter(torch.tensor([1.0, 0.0])) if cfg.x0_mix else None
+        self.pair_mix = nn.Parameter(torch.tensor(0.05)) if cfg.bigram_rows else None
         self.skip_weight = nn.Parameter(torch.tensor(1.0)) if skip else None
 
-    def forward(self, x: Tensor, x0: Tensor, skip: Tensor | None, ve: Tensor | None, rope: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, x0: Tensor, pairs: Tensor | None, skip: Tensor | None, ve: Tensor | None, rope: Tensor
+    ) -> Tensor:
         if self.skip_weight is not None:
             assert skip is not None
             x = x + self.skip_weight * skip
         if self.x0_mix is not None:
             x = self.x0_mix[0] * x + self.x0_mix[1] * x0
+        if self.pair_mix is not None:
+            assert pairs is not None
+            x = x + self.pair_mix * pairs
         x = x + self.attn(self.norm1(x), ve, rope)
         return x + self.mlp(self.norm2(x))
 
@@ -537,6 +548,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(
             Block(cfg, self.table_of[i] >= 0, cfg.unet_skip and i >= cfg.n_layer - cfg.n_layer // 2) for i in range(cfg.n_layer)
         )
+        # Hashed token pairs (modded-nanogpt record 62; Lample et al.'s product keys made simple): one lookup per position.
+        self.pair_table = nn.Embedding(cfg.bigram_rows, cfg.n_embd) if cfg.bigram_rows else None
         self.norm_f = make_norm(cfg)
         self.head = None if cfg.tied_head else Linear(cfg.n_embd, cfg.padded_vocab, bias=False)
         self.smear_gate = Linear(12, 1, bias=False) if cfg.smear else None
@@ -556,7 +569,7 @@ class GPT(nn.Module):
             residual = name.endswith("proj.weight")
             if name.endswith("gate.weight") or (cfg.zero_init and (residual or name == "head.weight")):
                 p.zero_()
-            elif modern and name.startswith(("wte", "value_tables")):
+            elif modern and name.startswith(("wte", "value_tables", "pair_table")):
                 p.normal_(generator=generator)
             elif modern:
                 bound = 0.5 * 3**0.5 * cfg.n_embd**-0.5  # uniform of standard deviation 0.5/sqrt(C)
@@ -586,11 +599,15 @@ class GPT(nn.Module):
             x = F.rms_norm(x, (x.size(-1),))
         x0, skips = x, []
         tables = [table(idx_BT).to(self.dtype) for table in self.value_tables]
+        pairs = None
+        if self.pair_table is not None:
+            before = F.pad(idx_BT[:, :-1], (1, 0), value=EOT)
+            pairs = self.pair_table((36313 * idx_BT ^ 27191 * before) % self.cfg.bigram_rows).to(self.dtype)
         half = self.cfg.n_layer // 2
         for i, block in enumerate(self.blocks):
             # The last block of the first half pairs with the first of the second half, and so outwards.
             skip = skips.pop() if i >= self.cfg.n_layer - half and skips else None
-            x = block(x, x0, skip, tables[self.table_of[i]] if self.table_of[i] >= 0 else None, self.rope)
+            x = block(x, x0, pairs, skip, tables[self.table_of[i]] if self.table_of[i] >= 0 else None, self.rope)
             if self.cfg.unet_skip and i < half:
                 skips.append(x)
         return self.norm_f(x)
@@ -598,7 +615,8 @@ class GPT(nn.Module):
     def forward(self, idx_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Sum of the token losses in nats (scalar fp32): the training path."""
         x_NC = self.hidden(idx_BT).flatten(0, 1)
-        return HeadLoss.apply(x_NC, self.head_weight, targets_BT.flatten(), self.cfg.vocab_size, self.cfg.softcap)
+        fp8 = self.cfg.head_precision == "fp8"
+        return HeadLoss.apply(x_NC, self.head_weight, targets_BT.flatten(), self.cfg.vocab_size, self.cfg.softcap, fp8)
 
     @torch.no_grad()
     def nll(self, idx_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -642,55 +660,84 @@ try:
 except ImportError:  # a CPU build of torch has no Triton; the plain form below runs everywhere
     triton = None
 
+FP8_GRAD_GAIN = 2.0**14  # token gradients lie in [-1, 1]; float8_e5m2 reaches 57,344 and 1.5e-5
 HEAD_CHUNK = {"cuda": 65_536, "cpu": 256}  # tokens whose logits exist at once; 65,536 x 50,304 bf16 is 6.6 GB
 
 if triton is not None:
 
     @triton.jit
-    def _cross_entropy_kernel(z_ptr, target_ptr, nll_ptr, cap, V, width, HAS_CAP: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr):
-        """One program per token: loss by an online logsumexp, then the logits are overwritten by their gradient."""
+    def _tanh(x, FAST: tl.constexpr):
+        if FAST:  # one instruction, relative error 2^-11: as exact as the bf16 logits
+            return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return 2 * tl.sigmoid(2 * x) - 1
+
+    @triton.jit
+    def _cross_entropy_kernel(
+        z_ptr, target_ptr, nll_ptr, g8_ptr, cap, V, width,
+        HAS_CAP: tl.constexpr, GRAD: tl.constexpr, FP8: tl.constexpr, FP8_GAIN: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """One program per token: the loss by a logsumexp kept per lane, then the logits are overwritten by their gradient.
+
+        With a softcap no logit exceeds it, so it serves as the maximum and no running one is needed.
+        """
+        LOG2E: tl.constexpr = 1.4426950408889634
         row = tl.program_id(0).to(tl.int64)
         z_ptr += row * width
-        target = tl.load(target_ptr + row)
-        top = -float("inf")
-        total = 0.0
-        at_target = 0.0
+        if FP8:
+            g8_ptr += row * width
+        lane = tl.arange(0, BLOCK)
+        top = tl.full((BLOCK,), -1e30, tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, width, BLOCK):
-            col = start + tl.arange(0, BLOCK)
-            z = tl.load(z_ptr + col, mask=col < V, other=-float("inf")).to(tl.float32)
+            col = start + lane
+            z = tl.load(z_ptr + col, mask=col < V, other=0.0).to(tl.float32)
             if HAS_CAP:
-                z = tl.where(col < V, cap * (2 * tl.sigmoid(2 * z / cap) - 1), -float("inf"))
-            new_top = tl.maximum(top, tl.max(z, 0))
-            total = total * tl.exp(top - new_top) + tl.sum(tl.exp(z - new_top), 0)
-            at_target += tl.sum(tl.where(col == target, z, 0.0), 0)
-            top = new_top
-        lse = top + tl.log(total)
+                e = tl.exp2((_tanh(z / cap, FAST) - 1) * (cap * LOG2E))
+                total += tl.where(col < V, e, 0.0)
+            else:
+                z = tl.where(col < V, z * LOG2E, -1e30)
+                new_top = tl.maximum(top, z)
+                total = total * tl.exp2(top - new_top) + tl.exp2(z - new_top)
+                top = new_top
+        if HAS_CAP:
+            lse = cap * LOG2E + tl.log2(tl.sum(total, 0))
+        else:
+            highest = tl.max(top, 0)
+            lse = highest + tl.log2(tl.sum(total * tl.exp2(top - highest), 0))
+        target = tl.load(target_ptr + row)
         valid = target >= 0
-        tl.store(nll_ptr + row, tl.where(valid, lse - at_target, 0.0))
+        at_target = tl.load(z_ptr + tl.maximum(target, 0)).to(tl.float32)
+        if HAS_CAP:
+            at_target = cap * _tanh(at_target / cap, FAST)
+        tl.store(nll_ptr + row, tl.where(valid, lse / LOG2E - at_target, 0.0))
         if GRAD:
+            tl.debug_barrier()  # the target's logit must be read before it is overwritten
             for start in range(0, width, BLOCK):
-                col = start + tl.arange(0, BLOCK)
-                z = tl.load(z_ptr + col, mask=col < V, other=-float("inf")).to(tl.float32)
-                slope = 1.0
+                col = start + lane
+                z = tl.load(z_ptr + col, mask=col < V, other=0.0).to(tl.float32)
                 if HAS_CAP:
-                    t = 2 * tl.sigmoid(2 * z / cap) - 1
-                    slope = 1 - t * t
-                    z = cap * t
-                grad = (tl.exp(z - lse) - tl.where(col == target, 1.0, 0.0)) * slope
+                    t = _tanh(z / cap, FAST)
+                    grad = (tl.exp2(t * (cap * LOG2E) - lse) - tl.where(col == target, 1.0, 0.0)) * (1 - t * t)
+                else:
+                    grad = tl.exp2(z * LOG2E - lse) - tl.where(col == target, 1.0, 0.0)
                 grad = tl.where((col < V) & valid, grad, 0.0)
                 tl.store(z_ptr + col, grad.to(z_ptr.dtype.element_ty), mask=col < width)
+                if FP8:
+                    tl.store(g8_ptr + col, (grad * FP8_GAIN).to(g8_ptr.dtype.element_ty), mask=col < width)
 
 
-def cross_entropy_(z_NV: Tensor, targets_N: Tensor, vocab: int, cap: float, grad: bool) -> Tensor:
+def cross_entropy_(z_NV: Tensor, targets_N: Tensor, vocab: int, cap: float, grad: bool, g8_NV: Tensor | None = None) -> Tensor:
     """Token losses (N,) fp32 from raw head outputs (N, V padded); with `grad`, z becomes d(sum of losses)/dz in place.
 
-    Ids from `vocab` on are masked out; a target of -1 has no loss and no gradient.
+    Ids from `vocab` on are masked out; a target of -1 has no loss and no gradient. g8 (CUDA only) takes a second copy of the
+    gradient in float8_e5m2, times FP8_GRAD_GAIN.
     """
     nll_N = torch.empty(len(z_NV), dtype=torch.float32, device=z_NV.device)
     if z_NV.is_cuda and triton is not None:
         _cross_entropy_kernel[(len(z_NV),)](
-            z_NV, targets_N, nll_N, cap, vocab, z_NV.size(1), HAS_CAP=cap > 0, GRAD=grad, BLOCK=4096, num_warps=8
-        )
+            z_NV, targets_N, nll_N, z_NV if g8_NV is None else g8_NV, cap, vocab, z_NV.size(1),
+            HAS_CAP=cap > 0, GRAD=grad, FP8=g8_NV is not None, FP8_GAIN=FP8_GRAD_GAIN, FAST=grad, BLOCK=4096, num_warps=8,
+        )  # fmt: skip
         return nll_N
     for rows in range(0, len(z_NV), 32):  # few rows at a time stay in the processor's cache
         part, target = z_NV[rows : rows + 32], targets_N[rows : rows + 32]
@@ -719,24 +766,41 @@ def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
     return (a @ b).float()
 
 
+def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x in float8_e4m3fn and the scale of the whole tensor: x is about x8 * scale."""
+    scale = x.abs().amax().float().clamp_min(1e-12) / 448.0
+    return (x / scale.to(x.dtype)).to(torch.float8_e4m3fn), scale
+
+
 class HeadLoss(torch.autograd.Function):
-    """Sum of cross entropies of softcap(x @ W.T): (N, C), (V, C) -> scalar. Gradients are made in the forward pass."""
+    """Sum of cross entropies of softcap(x @ W.T): (N, C), (V, C) -> scalar. Gradients are made in the forward pass.
+
+    With fp8 the logits and the gradient of x are fp8 products (inputs e4m3, gradients e5m2, one scale a tensor, as in
+    modded-nanogpt record 19); the gradient of W stays a bf16 product, where fp8 would need transposed copies.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab: int, cap: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab: int, cap: float, fp8: bool) -> Tensor:  # type: ignore[override]
         w = w_VC.to(x_NC.dtype)
         grad = any(ctx.needs_input_grad[:2])
         loss = torch.zeros((), dtype=torch.float32, device=x_NC.device)
         dx = torch.empty_like(x_NC) if grad else None
         dw: Tensor | None = None
         step = HEAD_CHUNK[x_NC.device.type]
+        if fp8:
+            (x8, x_scale), (w8, w_scale) = to_fp8(x_NC), to_fp8(w)
+            w8_columns, g_scale = w8.T.contiguous().T, torch.full_like(w_scale, 1 / FP8_GRAD_GAIN)
         for start in range(0, len(x_NC), step):
             x = x_NC[start : start + step]
-            z = x @ w.T
-            loss += cross_entropy_(z, targets_N[start : start + step], vocab, cap, grad).sum()
+            z = torch._scaled_mm(x8[start : start + step], w8.T, x_scale, w_scale, out_dtype=x.dtype, use_fast_accum=True) if fp8 else x @ w.T
+            g8 = torch.empty(z.shape, dtype=torch.float8_e5m2, device=z.device) if fp8 and grad else None
+            loss += cross_entropy_(z, targets_N[start : start + step], vocab, cap, grad, g8).sum()
             if grad:
                 assert dx is not None
-                torch.mm(z, w, out=dx[start : start + step])
+                if g8 is not None:
+                    dx[start : start + step] = torch._scaled_mm(g8, w8_columns, g_scale, w_scale, out_dtype=x.dtype)
+                else:
+                    torch.mm(z, w, out=dx[start : start + step])
                 part = _mm_fp32(z.T, x)
                 dw = part if dw is None else dw.add_(part)
         ctx.save_for_backward(dx, dw)
@@ -745,7 +809,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> Any:  # type: ignore[override]
         dx, dw = ctx.saved_tensors
-        return dx * grad_loss.to(dx.dtype), dw * grad_loss, None, None, None
+        return dx * grad_loss.to(dx.dtype), dw * grad_loss, None, None, None, None
 
 
 def head_nll(x_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab: int, cap: float) -> Tensor:
@@ -802,8 +866,8 @@ def muon_update(
     Weight decay is cautious (Chen et al. 2025, arXiv 2510.12402): only where the update also shrinks the weight.
     lr, mu: 0-D tensors, so that a schedule does not recompile.
     """
-    momentum = torch.lerp(g_KRC, momentum_KRC, mu)
-    update = orthogonalize(torch.lerp(g_KRC, momentum, mu)).float()
+    momentum = g_KRC + mu * (momentum_KRC - g_KRC)
+    update = orthogonalize(g_KRC + mu * (momentum - g_KRC)).float()
     if second_KR1 is not None:
         second = torch.lerp(update.square().mean(dim=2, keepdim=True), second_KR1, beta2)
         scaled = update * second.clamp_min(1e-10).rsqrt()
@@ -883,7 +947,7 @@ class Optimizer:
         for name in self.adam_names:
             p = mine[name]
             matrix = p.ndim >= 2 and not name.endswith("gate.weight")
-            lr = cfg.embed_lr if name.startswith(("wte", "wpe", "value_tables")) else cfg.head_lr if name.startswith("head") else cfg.lr if matrix else cfg.scalar_lr
+            lr = cfg.embed_lr if name.startswith(("wte", "wpe", "value_tables", "pair_table")) else cfg.head_lr if name.startswith("head") else cfg.lr if matrix else cfg.scalar_lr
             groups.setdefault((lr, cfg.weight_decay if matrix else 0.0), []).append(p)
         self.adam: torch.optim.AdamW | None = None
         if groups:
@@ -1607,6 +1671,10 @@ class Trainer:
         self.train_stream, self.val_stream = check_data(cfg)
         self.rank, self.world, self.device = setup_distributed(cfg)
         self.main = self.rank == 0
+        if cfg.head_precision == "fp8" and (self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) < (8, 9)):
+            self.cfg = cfg = dataclasses.replace(cfg, head_precision="same")
+            if self.main:
+                print("this device has no fp8: the head runs in the precision of the rest", file=sys.stderr)
         self.accum = grad_accum_steps(cfg, self.world)
         # A gloo group of its own for checkpoint threads, and one for the main thread's small host-side exchanges.
         self.save_group = dist.new_group(backend="gloo") if self.world > 1 else None
@@ -1649,6 +1717,14 @@ class Trainer:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def tick(self) -> torch.cuda.Event | None:
+        """A point in time on the device's own clock."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def on_rank0(self, action: Callable[[], Any]) -> Any:
         """Runs an action on rank 0 whose UserError must end every rank."""
@@ -1948,18 +2024,19 @@ class Trainer:
         batches = self.loader.batches(self.step, cfg.max_steps)
         pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
         self.synchronize()
-        clock = time.perf_counter()  # train_s counts from here, with other work taken out
+        clock, mark = time.perf_counter(), self.tick()  # train_s counts from here, with other work taken out
         last_save, interval, step_ms, saved_at = time.perf_counter(), 60.0, [], -1
         save_asked = False
 
         def settle(entry: tuple[int, Tensor, torch.cuda.Event | None]) -> list[float]:
             """Reads what an earlier step left behind, one step late so that the device never waits for the host."""
-            nonlocal clock
+            nonlocal clock, mark
             step, values, event = entry
             self.wait_for(event)
             loss, norm, stop, ask, over = values.tolist()
             now = time.perf_counter()
-            elapsed, clock = now - clock, now
+            elapsed = mark.elapsed_time(event) / 1000 if event is not None and mark is not None else now - clock
+            clock, mark = now, event
             self.train_s += elapsed
             if not math.isfinite(loss):
                 raise Halt(Exit.NON_FINITE, f"loss is {loss} at step {step}; the weights are those of step {step - 1}")
@@ -1998,7 +2075,8 @@ class Trainer:
                 float(bool(self.stop_signal)), float(self.main and due and not self.checkpoints.busy()),
                 float(self.main and bool(cfg.max_minutes) and self.train_s > cfg.max_minutes * 60),
             ]  # fmt: skip
-            control = torch.cat([losses.unsqueeze(0) / cfg.batch_tokens, torch.tensor(wishes).to(self.device, non_blocking=True)])
+            # torch.full, not a copy from the host: a copy from pageable memory would wait for the device.
+            control = torch.stack([losses / cfg.batch_tokens, *(torch.full((), w, device=self.device) for w in wishes)])
             norm = self.optimizer.finish_gradients(control)
             grad_scale = None
             if self.scaler.is_enabled():
@@ -2033,8 +2111,7 @@ class Trainer:
             event = None
             if self.device.type == "cuda":
                 packed = packed.to("cpu", non_blocking=True)
-                event = torch.cuda.Event()
-                event.record()
+                event = self.tick()
             if event is None:  # the CPU has computed everything already
                 flags = settle((self.step, packed, None))
             else:
@@ -2051,7 +2128,7 @@ class Trainer:
                     pending = None
                 if not stopping:
                     self.validate()
-                clock = time.perf_counter()
+                clock, mark = time.perf_counter(), self.tick()
             if save and not at_end:
                 save_asked = False
                 began = time.perf_counter()
