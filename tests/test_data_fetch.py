@@ -17,7 +17,9 @@ VAL, TRAIN = "fineweb_val_000000.bin", ["fineweb_train_000001.bin", "fineweb_tra
 
 
 def shard(tokens: int, seed: int) -> bytes:
-    """A shard written without the code under test: header by struct, one document start in every 100 tokens."""
+    """A shard written without the code under test: header by struct, one document start in every 100
+    tokens.
+    """
     ids = np.random.default_rng(seed).integers(0, 50256, tokens)
     ids[::100] = 50256
     return struct.pack("<256i", 20240520, 1, tokens, *[0] * 253) + ids.astype("<u2").tobytes()
@@ -35,7 +37,9 @@ def hub() -> Iterator[Hub]:
 @pytest.fixture(scope="module")
 def console(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
     home = tmp_path_factory.mktemp("home")
-    running = Console(home, HF_ENDPOINT=hub.url, HF_HOME=str(home), HF_HUB_DOWNLOAD_TIMEOUT="1", HF_HUB_ETAG_TIMEOUT="1")
+    running = Console(
+        home, HF_ENDPOINT=hub.url, HF_HOME=str(home), HF_HUB_DOWNLOAD_TIMEOUT="1", HF_HUB_ETAG_TIMEOUT="1"
+    )
     yield running
     running.close()
 
@@ -169,7 +173,9 @@ def test_wrong_names_and_sick_servers(
 
 
 def test_nobody_there(tmp_path: Path) -> None:
-    done = run_data("fetch", "fineweb10B", "--out", tmp_path / "x", "--retries", "0", HF_ENDPOINT="http://127.0.0.1:9")
+    done = run_data(
+        "fetch", "fineweb10B", "--out", tmp_path / "x", "--retries", "0", HF_ENDPOINT="http://127.0.0.1:9"
+    )
     assert done.returncode == 2 and "cannot reach the hub" in one_error(done.stderr)
     done = run_data("fetch", "fineweb10B", "--out", tmp_path / "x", HF_HUB_OFFLINE="1")
     assert done.returncode == 2 and "HF_HUB_OFFLINE" in one_error(done.stderr)
@@ -204,9 +210,7 @@ def test_files_of_others_are_left_alone(console: Console, tmp_path: Path) -> Non
     assert (tmp_path / TRAIN[0]).read_bytes() == own
 
 
-def test_no_space_is_said_before_the_first_byte(
-    console: Console, hub: Hub, tmp_path: Path
-) -> None:
+def test_no_space_is_said_before_the_first_byte(console: Console, hub: Hub, tmp_path: Path) -> None:
     """The file list says 100 TB, more than any disk that runs these tests has."""
     real = hub.entry
     hub.entry = lambda name: {**(e := real(name)), "size": 10**14, "lfs": {**e["lfs"], "size": 10**14}}  # type: ignore[method-assign]

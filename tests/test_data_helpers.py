@@ -29,7 +29,9 @@ NEWER = "deadbeef" + "0" * 32
 
 @dataclass
 class Hub:
-    """A data set on a local server. `faults[file]` is what happens to the next GETs of a file, one entry each."""
+    """A data set on a local server. `faults[file]` is what happens to the next GETs of a file, one entry
+    each.
+    """
 
     files: dict[str, bytes]
     dataset: str = "someone/shards"
@@ -49,7 +51,9 @@ class Hub:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,18 +88,26 @@ class Hub:
         commit = self.commit if revision == "main" else revision
         if commit not in self.commits:
             text = f"Invalid rev id: {revision}"
-            return request.reply(404, {"error": text}, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": text})
+            return request.reply(
+                404, {"error": text}, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": text}
+            )
         rest = (match["rest"] or "").lstrip("/")
         if match["call"] in (None, "revision"):
             siblings = [{"rfilename": name} for name in self.files]
-            return request.reply(200, {"id": self.dataset, "sha": commit, "siblings": siblings, "private": False})
+            return request.reply(
+                200, {"id": self.dataset, "sha": commit, "siblings": siblings, "private": False}
+            )
         if match["call"] == "tree":
-            return request.reply(200, self._tree(rest, "recursive=True" in url.query or "recursive=true" in url.query))
+            return request.reply(
+                200, self._tree(rest, "recursive=True" in url.query or "recursive=true" in url.query)
+            )
         if match["call"] == "paths-info":
             body = request.body.decode()
             asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
             entries = [self.entry(name) for name in asked if name in self.files]
-            folders = [n for n in asked if n not in self.files and any(f.startswith(n + "/") for f in self.files)]
+            folders = [
+                n for n in asked if n not in self.files and any(f.startswith(n + "/") for f in self.files)
+            ]
             entries += [{"type": "directory", "path": name, "oid": "0" * 40} for name in folders]
             return request.reply(200, entries)
         if rest not in self.files:
@@ -175,10 +187,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def reply(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
-        self.send(status, json.dumps(content).encode(), {"Content-Type": "application/json", **(headers or {})})
+        self.send(
+            status, json.dumps(content).encode(), {"Content-Type": "application/json", **(headers or {})}
+        )
 
     def send(
-        self, status: int, content: bytes, headers: dict[str, str], send: int | None = None, pause_s: float = 0.0
+        self,
+        status: int,
+        content: bytes,
+        headers: dict[str, str],
+        send: int | None = None,
+        pause_s: float = 0.0,
     ) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(content))}.items():
@@ -201,7 +220,9 @@ def environment(**extra: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
 
 
-def run_data(*args: object, cwd: Path = ROOT, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+def run_data(
+    *args: object, cwd: Path = ROOT, timeout: float = 120, **env: str
+) -> subprocess.CompletedProcess[str]:
     """`python -m data ...` as a person runs it."""
     command = [sys.executable, "-m", "data", *map(str, args)]
     return subprocess.run(
@@ -210,7 +231,7 @@ def run_data(*args: object, cwd: Path = ROOT, timeout: float = 120, **env: str) 
 
 
 def kill_after(seconds: float, *args: object, cwd: Path = ROOT, **env: str) -> bool:
-    """Start `python -m data ...` and kill -9 it after some time; returns whether it was still running then."""
+    """Start `python -m data ...` and kill -9 it after some time; returns whether it still ran then."""
     command = [sys.executable, "-m", "data", *map(str, args)]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=cwd, env=environment(**env)
@@ -227,9 +248,10 @@ def kill_after(seconds: float, *args: object, cwd: Path = ROOT, **env: str) -> b
 _SERVE = """
 import contextlib, io, json, os, sys
 import data.hub, huggingface_hub.constants
-huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 1000  # the client throws away less than one chunk when it is cut
-data.hub.FIRST_WAIT_S = 0.05  # the waits between tries, not their number or order
 from data.__main__ import main
+
+data.hub.FIRST_WAIT_S = 0.05  # shorter waits between tries, the same number of them
+huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 1000  # the client loses less than a chunk when cut
 for line in sys.stdin:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
