@@ -28,6 +28,7 @@ import math
 import os
 import pickle
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -1189,7 +1190,7 @@ def lock_run(run_dir: Path, patience: float) -> io.TextIOBase:
 
 # Dense bf16 tensor-core peaks in TFLOP/s from the vendors' datasheets (without sparsity).
 PEAK_BF16: dict[str, float] = {
-    "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "H200": 989.4, "GH200": 989.4, "B200": 2250.0, "A100": 312.0, "A10G": 70.0,
+    "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "H200 NVL": 835.5, "H200": 989.4, "GH200": 989.4, "B200": 2250.0, "A100": 312.0, "A10G": 70.0,
     "L40S": 362.0, "L4": 121.0, "RTX 4090": 165.2, "RTX 3090": 71.0,
 }  # fmt: skip
 
@@ -1199,7 +1200,11 @@ def peak_flops(device: torch.device, cfg: Config) -> float | None:
     if device.type != "cuda" or cfg.precision == "fp32":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak * 1e12 for key, peak in PEAK_BF16.items() if key in name), None)
+    words = set(re.split(r"[\s-]+", name))
+    if words & {"MIG", "Ti", "Laptop", "SUPER", "D", "Max-Q"}:  # a slice or another chip of nearly the same name
+        return None
+    # Whole words only: an L40 is no L4.
+    return next((peak * 1e12 for key, peak in PEAK_BF16.items() if re.search(rf"\b{re.escape(key)}\b", name)), None)
 
 
 class _SeenOps(torch.utils._python_dispatch.TorchDispatchMode):
