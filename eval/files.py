@@ -112,8 +112,9 @@ def download(file: PublicFile) -> bytes:
     from urllib3.util import Retry
 
     with requests.Session() as session:
-        retry = Retry(total=3, connect=2, backoff_factor=0.5, status_forcelist=(429, 500, 502, 503, 504))
-        session.mount("https://", requests.adapters.HTTPAdapter(max_retries=retry))
+        retry = Retry(total=2, backoff_factor=0.5, status_forcelist=(429, 500, 502, 503, 504))
+        for scheme in ("https://", "http://"):
+            session.mount(scheme, requests.adapters.HTTPAdapter(max_retries=retry))
         answer = session.get(file.url, timeout=(5, 60))
         answer.raise_for_status()
         check(answer.content, file, file.url)

@@ -53,15 +53,27 @@ def fetch(reference: Reference) -> Path:
     """The model directory in huggingface_hub's cache. Raises Unreachable, or UserError if the weights are
     altered.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    import requests
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    def snapshot(offline: bool) -> str:
+        return snapshot_download(
+            reference.repo,
+            revision=reference.revision,
+            allow_patterns=["config.json", "model.safetensors"],
+            local_files_only=offline,
+        )
 
     try:
-        folder = snapshot_download(
-            reference.repo, revision=reference.revision, allow_patterns=["config.json", "model.safetensors"]
-        )
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        raise Unreachable(str(error).splitlines()[0]) from None
+        folder = snapshot(offline=True)
+    except LocalEntryNotFoundError:
+        try:
+            # One quick question first: huggingface_hub itself tries for half a minute, in many lines.
+            requests.head(constants.ENDPOINT, timeout=10)
+            folder = snapshot(offline=False)
+        except (HfHubHTTPError, OSError) as error:
+            raise Unreachable(f"{constants.ENDPOINT}: {type(error).__name__}") from None
     weights = Path(folder) / "model.safetensors"
     found = sha256_file(weights)
     if found != reference.weights_sha256:

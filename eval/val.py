@@ -215,6 +215,7 @@ def draw_positions(curves: dict[str, Sequence[float | None]], path: Path) -> lis
         spans = [slice(a - 1, b - 1) for a, b in pairwise(edges) if np.isfinite(y[a - 1 : b - 1]).any()]
         axes.plot([x[s].mean() for s in spans], [np.nanmean(y[s]) for s in spans], marker=".", label=label)
     axes.set(xscale="log", xlabel="tokens of context", ylabel="loss (nats per token)")
+    axes.set_title("Validation loss against position")
     axes.grid(alpha=0.3)
     axes.legend()
     written = [path.with_suffix(s) for s in (".png", ".svg")]
