@@ -73,19 +73,21 @@ def run_fetch(args: argparse.Namespace) -> int:
 
 def run_build(args: argparse.Namespace) -> int:
     from data.build import build, recorded_revision
-    from data.sources import HubDataset, LocalFiles, Source
+    from data.sources import CheckedHubFiles, HubDataset, LocalFiles, Source
 
     if bool(args.dataset) == bool(args.files):
         raise user_error("say where the text is: either --dataset NAME or --files FILE ...")
     source: Source
     if args.files:
-        if args.name or args.revision:
-            raise user_error("--name and --revision belong to --dataset, not to --files")
+        if args.name or args.revision or args.check_source:
+            raise user_error("--name, --revision and --check-source belong to --dataset, not to --files")
         source = LocalFiles(args.files, args.text_column)
     else:
         # A build goes on with the commit it began with, even if the data set has moved on since.
         revision = args.revision or recorded_revision(args.out, args.dataset)
-        source = HubDataset(args.dataset, args.name, args.split, revision, args.text_column)
+        source = hub = HubDataset(args.dataset, args.name, args.split, revision, args.text_column)
+        if args.check_source:
+            source = CheckedHubFiles(hub, args.out)
     manifest, built = build(source, args.out, args.workers, args.shard_tokens, args.tokens)
     documents = sum(shard.documents for shard in manifest.shards)
     tokens = sum(shard.tokens for shard in manifest.shards)
@@ -220,6 +222,11 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--name", default="", help="its configuration, such as sample-10BT")
     p.add_argument("--split", default="train", help="its split (default: %(default)s)")
     p.add_argument("--revision", default="", help="commit, tag or branch (default: the newest, recorded)")
+    p.add_argument(
+        "--check-source",
+        action="store_true",
+        help="download each source file and compare its sha256 before reading it, instead of streaming",
+    )
     p.add_argument(
         "--files", nargs="+", default=[], metavar="FILE", help="local .parquet, .jsonl or .txt files"
     )

@@ -354,5 +354,6 @@ def build(
             extra=extra,
         )
         write_manifest(folder, manifest)
-        (folder / STATE_NAME).unlink(missing_ok=True)
+        for leftover in [folder / STATE_NAME, *folder.glob(".source-*")]:  # see CheckedHubFiles
+            leftover.unlink(missing_ok=True)
         return manifest, True

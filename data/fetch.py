@@ -6,7 +6,6 @@ manifest ever after. Downloads go on where they were cut, within a run and acros
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import threading
@@ -14,17 +13,21 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
-from huggingface_hub import hf_hub_url
-from huggingface_hub.file_download import http_get
-from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 from tqdm import tqdm
 
 from data.build import locked
 from data.errors import user_error
 from data.format import HEADER_BYTES, PARTIAL_SUFFIX, SHARD_NAME, Shard, fsync_dir, verify_shard
-from data.hub import RETRIES, Damaged, RemoteFile, Stopped, list_files, resolve_revision, with_retries
+from data.hub import (
+    RETRIES,
+    RemoteFile,
+    download,
+    list_files,
+    resolve_revision,
+    sha256_of,
+    with_retries,
+)
 from data.manifest import Manifest, read_manifest, write_manifest
 
 # modded-nanogpt data/cached_fineweb10B.py, cached_fineweb100B.py, cached_finewebedu10B.py
@@ -68,21 +71,6 @@ class Wanted:
         return val + train[:count]
 
 
-class _Sink:
-    """The file that the hub's client writes to; refuses to go on once another download has failed."""
-
-    def __init__(self, file: BinaryIO, stop: threading.Event):
-        self._file, self._stop = file, stop
-
-    def write(self, chunk: bytes) -> int:
-        if self._stop.is_set():
-            raise Stopped
-        return self._file.write(chunk)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
 @dataclass(frozen=True)
 class Fetcher:
     """Downloads files of one commit of a data set into `folder`."""
@@ -112,7 +100,7 @@ class Fetcher:
             tqdm.write(f"{path}: damaged, fetching it again")
         with_retries(
             f"{self.dataset}/{file.name}",
-            lambda: self._download(file),
+            lambda: download(self.dataset, self.commit, file, self.partial(file), self.stop),
             self.retries,
             self.stop,
         )
@@ -121,36 +109,6 @@ class Fetcher:
         os.replace(partial, path)
         fsync_dir(self.folder)
         return Shard(file.name, shard.tokens, shard.documents, shard.sha256, shard.bytes)
-
-    def _download(self, file: RemoteFile) -> None:
-        """Add what is missing to the partial file. Raises Damaged, having removed it, if its hash is wrong
-        then.
-        """
-        partial = self.partial(file)
-        url = hf_hub_url(self.dataset, file.name, repo_type="dataset", revision=self.commit)
-        headers = {
-            **build_hf_headers(),
-            "Accept-Encoding": "identity",
-        }  # sizes and ranges count the file's own bytes
-        with open(partial, "ab") as f:
-            have = f.tell()
-            if have > file.bytes:
-                f.truncate(0)
-                have = 0
-            sink: Any = _Sink(f, self.stop)
-            try:
-                http_get(url, sink, resume_size=have, headers=headers, expected_size=file.bytes)
-            finally:
-                f.flush()
-            os.fsync(f.fileno())
-        if sha256_of(partial) != file.sha256:
-            partial.unlink()
-            raise Damaged("the bytes that arrive do not have the hub's sha256")
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _sizes(paths: list[tuple[Path, Path]]) -> Iterator[int]:
@@ -180,7 +138,6 @@ def fetch(
         raise user_error(
             f"{dataset}: unknown data set; known are {', '.join(KNOWN)}, others go by OWNER/NAME"
         )
-    disable_progress_bars()  # one bar of our own for all files
     before = read_manifest(folder)
     if before is not None and before.dataset != repository:
         raise user_error(f"{folder}: holds shards of {before.dataset}; choose another --out")

@@ -4,14 +4,19 @@ time.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 
 import httpx2  # what huggingface_hub 2 speaks HTTP with
-from huggingface_hub import HfApi, errors, logging
+from huggingface_hub import HfApi, errors, hf_hub_url, logging
+from huggingface_hub.file_download import http_get
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 
 from data.errors import is_user_error, user_error
 
@@ -93,6 +98,7 @@ def _explain(error: Exception) -> str:
 def resolve_revision(dataset: str, revision: str = "", retries: int = RETRIES) -> str:
     """The commit that `revision` (a branch, tag or commit; empty: the newest) of a data set stands for."""
     logging.set_verbosity_error()  # its warnings tell of each retry; what remains in the end is one error
+    disable_progress_bars()
 
     def request() -> str:
         sha = HfApi().repo_info(dataset, repo_type="dataset", revision=revision or None).sha
@@ -116,14 +122,73 @@ class RemoteFile:
     sha256: str
 
 
+def _remote(entries: Iterable[Any]) -> list[RemoteFile]:
+    """The files kept in LFS among a list of tree entries; small text files have no sha256 there."""
+    files = [entry for entry in entries if isinstance(entry, RepoFile)]
+    return [RemoteFile(f.path, f.size, f.lfs.sha256) for f in files if f.lfs is not None]
+
+
 def list_files(dataset: str, commit: str, retries: int = RETRIES) -> list[RemoteFile]:
-    """The large files in the top folder of a data set, with the sha256 that the hub's LFS store knows them
-    by.
-    """
+    """The large files in the top folder of a data set, with the sha256 of its LFS store."""
 
     def request() -> list[RemoteFile]:
-        tree = list(HfApi().list_repo_tree(dataset, repo_type="dataset", revision=commit))
-        files = [entry for entry in tree if isinstance(entry, RepoFile)]
-        return [RemoteFile(f.path, f.size, f.lfs.sha256) for f in files if f.lfs is not None]
+        return _remote(HfApi().list_repo_tree(dataset, repo_type="dataset", revision=commit))
 
     return with_retries(f"{dataset}@{commit}", request, retries)
+
+
+def describe_files(dataset: str, commit: str, names: list[str], retries: int = RETRIES) -> list[RemoteFile]:
+    """The named files of a data set in the order given. Raises UserError for one without a sha256."""
+
+    def request() -> list[RemoteFile]:
+        return _remote(HfApi().get_paths_info(dataset, names, repo_type="dataset", revision=commit))
+
+    found = {file.name: file for file in with_retries(f"{dataset}@{commit}", request, retries)}
+    for name in names:
+        if name not in found:
+            raise user_error(f"{dataset}/{name}: the hub has no sha256 of this file to check it against")
+    return [found[name] for name in names]
+
+
+class _Sink:
+    """The file that the hub's client writes to; refuses to go on once another download has failed."""
+
+    def __init__(self, file: BinaryIO, stop: threading.Event):
+        self._file, self._stop = file, stop
+
+    def write(self, chunk: bytes) -> int:
+        if self._stop.is_set():
+            raise Stopped
+        return self._file.write(chunk)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def download(dataset: str, commit: str, file: RemoteFile, partial: Path, stop: threading.Event) -> None:
+    """Add to `partial` what it lacks of a hub file. Raises Damaged, having removed it, if its hash is wrong
+    then.
+
+    One try: the client itself goes on after a cut connection, everything else is for `with_retries`.
+    """
+    url = hf_hub_url(dataset, file.name, repo_type="dataset", revision=commit)
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # ranges must count the file's own bytes
+    with open(partial, "ab") as f:
+        have = f.tell()
+        if have > file.bytes:
+            f.truncate(0)
+            have = 0
+        sink: Any = _Sink(f, stop)
+        try:
+            http_get(url, sink, resume_size=have, headers=headers, expected_size=file.bytes)
+        finally:
+            f.flush()
+        os.fsync(f.fileno())
+    if sha256_of(partial) != file.sha256:
+        partial.unlink()
+        raise Damaged("the bytes that arrive do not have the hub's sha256")
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -11,6 +11,9 @@ import contextlib
 import glob
 import hashlib
 import json
+import os
+import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +81,10 @@ class LocalFiles:
         for path in self.paths:
             if not path.is_file():
                 raise user_error(f"{path}: no such file")
+        self._check_suffixes()
+
+    def _check_suffixes(self) -> None:
+        for path in self.paths:
             if path.suffix not in self.SUFFIXES:
                 raise user_error(f"{path}: cannot be read as documents; use {', '.join(self.SUFFIXES)}")
 
@@ -96,17 +103,25 @@ class LocalFiles:
 
     def _documents(self, position: Position) -> Iterator[tuple[str, Position]]:
         for index in range(position["file"], len(self.paths)):
-            path = self.paths[index]
             here = position if index == position["file"] else {}
-            after = {"file": index + 1}
-            if path.suffix == ".txt":
-                yield path.read_bytes().decode("utf-8", "surrogateescape"), after
-            elif path.suffix == ".jsonl":
-                for text, offset in self._lines(path, here.get("byte", 0)):
-                    yield text, {"file": index, "byte": offset}
-            else:
-                for row, text in self._rows(path, here.get("row", 0)):
-                    yield text, {"file": index, "row": row + 1}
+            with self._opened(index) as path:
+                yield from self._in_file(path, index, here)
+
+    @contextlib.contextmanager
+    def _opened(self, index: int) -> Iterator[Path]:
+        """File number `index`, for as long as it is read."""
+        yield self.paths[index]
+
+    def _in_file(self, path: Path, index: int, here: Position) -> Iterator[tuple[str, Position]]:
+        """(text, position after it) for the documents of one file from position `here` on."""
+        if path.suffix == ".txt":
+            yield path.read_bytes().decode("utf-8", "surrogateescape"), {"file": index + 1}
+        elif path.suffix == ".jsonl":
+            for text, offset in self._lines(path, here.get("byte", 0)):
+                yield text, {"file": index, "byte": offset}
+        else:
+            for row, text in self._rows(path, here.get("row", 0)):
+                yield text, {"file": index, "row": row + 1}
 
     def _lines(self, path: Path, start: int) -> Iterator[tuple[str, int]]:
         """(text, offset after its line) for every line of a .jsonl file from byte `start` on."""
@@ -193,6 +208,7 @@ class HubDataset:
             "split": self.split,
             "revision": self.revision,
             "column": self.column,
+            "read": "streamed",
         }
 
     def _resolve(self, revision: str) -> str:
@@ -232,6 +248,24 @@ class HubDataset:
             )
         return opened.select_columns([self.column])
 
+    def file_names(self) -> list[str]:
+        """The data files of the configuration and split inside the repository, in the order `datasets`
+        reads them.
+        """
+        import datasets
+
+        with _one_line(f"{self.dataset} ({self.config or 'default'})"):
+            builder = datasets.load_dataset_builder(
+                self.dataset, name=self.config or None, revision=self.revision
+            )
+            files = dict(builder.config.data_files or {})
+        if self.split not in files:
+            raise user_error(
+                f"{self.dataset}: no split {self.split!r}, only {', '.join(map(str, files)) or 'none'}"
+            )
+        prefix = f"hf://datasets/{self.dataset}@{self.revision}/"
+        return [str(name).removeprefix(prefix) for name in files[self.split]]
+
     def batches(self, position: Position | None) -> Iterator[Batch]:
         opened = self._open()
         if position is None:
@@ -266,6 +300,48 @@ class HubDataset:
                 start = {"state": opened.state_dict(), "documents": documents}
         if texts:
             yield Batch(texts, start)
+
+
+class CheckedHubFiles(LocalFiles):
+    """The files of a hub data set, downloaded one at a time and compared with the hub's sha256 before they
+    are read.
+
+    Streaming reads pieces of files, of which no hash is known: a wrong byte that the parquet reader does
+    not stumble over would become text. This source costs the disk space of one file instead. A file is
+    removed once it is read.
+    """
+
+    def __init__(self, hub: HubDataset, folder: Path):
+        if hub.revision.startswith("files:"):
+            raise user_error(f"{hub.dataset} is a local folder: there are no hashes to check it against")
+        self.column, self._hub, self._folder = hub.column, hub, folder
+        self.names = hub.file_names()
+        self.paths = [Path(name) for name in self.names]
+        self._check_suffixes()
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return {**self._hub.identity, "read": "checked"}
+
+    @contextlib.contextmanager
+    def _opened(self, index: int) -> Iterator[Path]:
+        from data.hub import describe_files, download, sha256_of, with_retries
+
+        dataset, commit = self._hub.dataset, self._hub.revision
+        [file] = describe_files(dataset, commit, [self.names[index]])
+        whole = self._folder / f".source-{file.sha256[:16]}{self.paths[index].suffix}"
+        if not whole.is_file() or sha256_of(whole) != file.sha256:
+            growing = whole.with_suffix(
+                ".download"
+            )  # kept when a build is killed: the next one goes on with it
+            free = shutil.disk_usage(self._folder).free
+            if file.bytes > free:
+                raise user_error(f"{self._folder}: {file.name} needs {file.bytes:,} bytes, {free:,} are free")
+            stop = threading.Event()
+            with_retries(f"{dataset}/{file.name}", lambda: download(dataset, commit, file, growing, stop))
+            os.replace(growing, whole)
+        yield whole
+        whole.unlink()
 
 
 @contextlib.contextmanager

@@ -233,39 +233,93 @@ def hub(files: dict[str, bytes]) -> Iterator[Hub]:
         yield server
 
 
-def test_streamed_from_the_hub(hub: Hub, corpus: list[str], built: Path, tmp_path: Path) -> None:
-    """The same documents over HTTP, the commit pinned; after a stop, the commit that it began with."""
-    running = Console(tmp_path, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "hf"))
-    args = (
-        "build",
-        "--dataset",
-        "someone/text",
-        "--name",
-        "sample-10BT",
-        "--workers",
-        1,
-        "--shard-tokens",
-        "100K",
+@pytest.fixture
+def console(hub: Hub, tmp_path: Path) -> Iterator[Console]:
+    running = Console(
+        tmp_path,
+        HF_ENDPOINT=hub.url,
+        HF_HOME=str(tmp_path / "hf"),
+        HF_HUB_DOWNLOAD_TIMEOUT="1",
+        HF_HUB_ETAG_TIMEOUT="1",
     )
-    hub.faults["sample/10BT/001_00000.parquet"] = ["503", "redirect"]
-    code, _, err = running(*args, "--out", tmp_path / "a")
+    yield running
+    running.close()
+    hub.faults.clear()
+    hub.commit, hub.commits = COMMIT, (COMMIT,)
+
+
+ARGS = (
+    "build",
+    "--dataset",
+    "someone/text",
+    "--name",
+    "sample-10BT",
+    "--workers",
+    1,
+    "--shard-tokens",
+    "100K",
+)
+FILE = "sample/10BT/001_00000.parquet"
+
+
+def test_streamed_from_the_hub(
+    hub: Hub, console: Console, corpus: list[str], built: Path, tmp_path: Path
+) -> None:
+    """The same documents over HTTP through every fault that passes; then the commit stays what it was."""
+    first, last = FILE.replace("001_", "000_"), FILE.replace("001_", "002_")
+    hub.faults.update({first: ["503", "redirect"], FILE: ["cut:1000"], last: ["hang"]})
+    code, _, err = console(*ARGS, "--out", tmp_path / "a")
     assert code == 0, err
+    assert not any(hub.faults.values())
     assert texts_of(tmp_path / "a") == corpus
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
     assert manifest["revision"] == COMMIT
     for name in ("val_000000", "train_000001"):
-        assert (tmp_path / "a" / f"text_{name}.bin").read_bytes() == (
-            built / f"fineweb-edu_{name}.bin"
-        ).read_bytes()
+        ours = (tmp_path / "a" / f"text_{name}.bin").read_bytes()
+        assert ours == (built / f"fineweb-edu_{name}.bin").read_bytes()
     hub.commit, hub.commits = NEWER, (COMMIT, NEWER)
-    assert running(*args, "--out", tmp_path / "a")[1].startswith(f"{tmp_path / 'a'}: already built")
-    code, _, err = running(*args, "--out", tmp_path / "a", "--revision", NEWER)
+    assert console(*ARGS, "--out", tmp_path / "a")[1].startswith(f"{tmp_path / 'a'}: already built")
+    code, _, err = console(*ARGS, "--out", tmp_path / "a", "--revision", NEWER)
     assert code == 2 and COMMIT in err and NEWER in err and err.count("\n") == 1
     for change, says in (
         (("--revision", "nothing"), "no such revision"),
         (("--dataset", "someone/else"), "no such data set"),
     ):
-        code, _, err = running(*args, "--out", tmp_path / "b", *change)
+        code, _, err = console(*ARGS, "--out", tmp_path / "b", *change)
         assert code == 2 and says in err and err.count("\n") == 1, err
-    running.close()
     assert not (tmp_path / "b").exists()
+
+
+def test_sources_compared_with_the_hub_s_hash(
+    hub: Hub, console: Console, corpus: list[str], tmp_path: Path
+) -> None:
+    """--check-source: a wrong byte is fetched again, one that stays wrong is one line and no shard holds
+    it.
+    """
+    checked = (*ARGS, "--check-source", "--out")
+    hub.faults[FILE] = ["flip", "cut:3000", "503", "html", "redirect"]
+    code, _, err = console(*checked, tmp_path / "a")
+    assert (code, err) == (0, "")
+    assert hub.faults[FILE] == []
+    assert texts_of(tmp_path / "a") == corpus
+    assert {p.suffix for p in (tmp_path / "a").iterdir()} == {".bin", ".json"}
+    hub.faults[FILE] = ["flip"] * 20
+    code, _, err = console(*checked, tmp_path / "b")
+    assert code == 2 and FILE in err and "sha256" in err and err.count("\n") == 1
+    left = [p for p in (tmp_path / "b").iterdir() if p.suffix == ".bin"]
+    assert all(p.read_bytes() == (tmp_path / "a" / p.name).read_bytes() for p in left)
+    hub.faults.clear()
+    assert console(*checked, tmp_path / "b")[0] == 0
+    assert {p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()
+    }
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", ["404", "html"])
+def test_a_source_that_stays_away_is_one_line(hub: Hub, console: Console, tmp_path: Path, fault: str) -> None:
+    hub.faults[FILE] = [fault] * 1000
+    code, _, err = console(*ARGS, "--out", tmp_path / "a")
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    assert not (tmp_path / "a" / "manifest.json").exists()
