@@ -108,9 +108,9 @@ def find_runs(root: Path = Path("runs")) -> list[Path]:
     return sorted(runs, key=lambda run: ((run / "config.json").stat().st_mtime, run.name))
 
 
-def human_count(value: float) -> str:
+def human_count(value: float, digits: int = 3) -> str:
     """1234567 -> '1.23M'."""
     for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
-            return f"{value / limit:.3g}{suffix}"
-    return f"{value:g}"
+            return f"{value / limit:.{digits}g}{suffix}"
+    return f"{value:.{digits}g}"
