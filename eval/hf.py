@@ -90,7 +90,12 @@ def read_config(folder: Path) -> Config:
     if found.get("n_inner") not in (None, 4 * width):
         raise UserError(f"{path}: n_inner is {found['n_inner']}; only 4 * n_embd = {4 * width} can be loaded")
     cfg = dataclasses.replace(
-        RECIPES["gpt2"], n_layer=found["n_layer"], n_head=heads, n_embd=width, seq_len=found["n_positions"]
+        RECIPES["gpt2"],
+        n_layer=found["n_layer"],
+        n_head=heads,
+        n_embd=width,
+        seq_len=found["n_positions"],
+        precision="fp32",
     )
     if width // heads % 4:
         raise UserError(f"{path}: {width // heads} channels a head; a multiple of 4 is needed")

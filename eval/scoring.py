@@ -16,12 +16,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from eval.common import world
 from train_gpt2 import COMPUTE_DTYPE, GPT, head_nll
 
-PAD_MULTIPLE = 16  # rows are padded to a multiple of this: few shapes (11 for HellaSwag), 10% padding
+PAD_MULTIPLE = 16  # rows are padded to a multiple of this; HellaSwag: 11 shapes, 19% of padding
 HEAD_ROWS = 8192  # positions whose logits exist at one time: 8192 x 50257 x 4 bytes = 1.6 GB
+# Without cuDNN, which plans anew for every shape: that pays in training, not for a few batches of each shape.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 NEAREST = 64  # examples scored again in any case, to measure the error of bfloat16
 
 
@@ -34,15 +37,11 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """One entry per group and request, (groups, requests of a group); a group shorter than the longest
-    has NaN.
-    """
+    """Arrays of (groups, requests of a group); where a group is shorter than the longest, losses are NaN."""
 
     nll: np.ndarray  # float64, summed nats of the continuation
     greedy: np.ndarray  # bool: each continuation token was the model's first choice (if asked for)
-    scored: (
-        np.ndarray
-    )  # int: continuation tokens scored (fewer than asked for where a row was cut to the context)
+    scored: np.ndarray  # int: continuation tokens scored (fewer than asked for in a row cut to the context)
     truncated: int  # rows whose start was cut off, since they are longer than the model's context
     retried: int = 0  # groups scored again in float32
     bf16_error: float = 0.0  # largest difference of a summed loss between bfloat16 and float32 among those
@@ -143,7 +142,7 @@ def score_groups(
     width = max((len(g) for g in fitted), default=0)
     table = np.zeros((2, len(groups), width))
     mine = batches[rank::ranks]
-    with arithmetic(net, dtype):
+    with arithmetic(net, dtype), sdpa_kernel(BACKENDS):
         for done, (length, members) in enumerate(mine, 1):
             nll, first = score_batch(net, [r for g in members for r in fitted[g]], length, greedy)
             at = 0

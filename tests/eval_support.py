@@ -30,7 +30,9 @@ from train_gpt2 import (
 
 
 def tiny(recipe: str = "gpt2", **changes: object) -> Config:
-    """A config small enough for hundreds of examples in seconds, with a context that holds every HellaSwag row."""
+    """A config small enough for hundreds of examples in seconds, with a context that holds every
+    HellaSwag row.
+    """
     small = {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 192, "precision": "fp32", "val_batch": 4}
     return dataclasses.replace(RECIPES[recipe], **(small | changes))
 
@@ -58,7 +60,9 @@ def text_tokens(count: int = 30_000) -> np.ndarray:
 
 @functools.cache
 def trained(recipe: str = "gpt2", steps: int = 12) -> GPT:
-    """A model trained a little, so that it has preferences, by torch's own AdamW. Shared: do not change it."""
+    """A model trained a little, so that it has preferences, by torch's own AdamW. Shared: do not change
+    it.
+    """
     torch.manual_seed(0)
     net = GPT(tiny(recipe)).train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -95,7 +99,12 @@ def write_run(folder: Path, net: GPT, data: Path | None = None, val_tokens: int 
     if data is not None:
         stream = TokenStream(find_shards(data, "val"))
         loss = evaluate_tokens(net, stream, val_tokens, cfg.seq_len, cfg.val_batch)
-        result = {"val_loss": loss, "val_protocol": val_protocol(cfg, stream), "tokens": 1024, "seed": cfg.seed}
+        result = {
+            "val_loss": loss,
+            "val_protocol": val_protocol(cfg, stream),
+            "tokens": 1024,
+            "seed": cfg.seed,
+        }
         result |= {"train_seconds": 1.0, "tokens_per_s": 1024.0, "params": 1, "weights_sha256": digest}
         write_json(folder / "result.json", {"recipe": cfg.recipe, **result})
         row = {"kind": "val", "step": 1, "tokens": 1024, "val_loss": loss, "train_s": 1.0, "val_s": 0.1}
