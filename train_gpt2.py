@@ -28,14 +28,17 @@ import math
 import os
 import pickle
 import platform
+import queue
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -1284,8 +1287,6 @@ class WandbLog:
     """Weights & Biases beside metrics.jsonl: a thread of its own, so that no login, network or server can hold up training."""
 
     def __init__(self, cfg: Config, run_dir: Path):
-        import queue
-
         self.rows: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, args=(cfg, run_dir), daemon=True)
         self.thread.start()
@@ -1303,7 +1304,7 @@ class WandbLog:
                 run.log({f"{kind}/{k}": v for k, v in row.items() if k not in ("kind", "step")}, step=row["step"])
             run.finish()
         except Exception as e:  # whatever the client does, training goes on
-            print(f"wandb: logging stopped ({str(e).splitlines()[0] if str(e) else type(e).__name__}); the run goes on", file=sys.stderr)
+            print(f"wandb: logging stopped ({last_line(e)}); the run goes on", file=sys.stderr)
 
     def close(self) -> None:
         self.rows.put(None)
@@ -1313,21 +1314,22 @@ class WandbLog:
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """torch.distributed.checkpoint keeps its index as a pickle; only the plain classes of that index may be made."""
+# The index of torch.distributed.checkpoint is a pickle. These, and dtypes, are all it consists of (torch 2.11 to 2.13).
+METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata "
+    "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo", "torch.serialization": "_get_layout", "torch": "Size",
+    "pathlib": "PosixPath", "pathlib._local": "PosixPath",
+}  # fmt: skip
 
+
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        allowed = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem") or (
-            (module, name) in (("torch", "Size"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("torch", "device"))
-            or (module.startswith("torch") and name in ("_get_layout", "_get_dtype", "preserve_format", "contiguous_format", "memory_format"))
-            or (module == "torch.serialization" and name == "_get_layout")
-            or (module == "torch.utils._pytree" and name == "tree_unflatten")
-        )
-        if not allowed and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            allowed = True
-        if not allowed:
-            raise pickle.UnpicklingError(f"{module}.{name} may not be loaded from a checkpoint")
-        return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name not in METADATA_CLASSES.get(module, "").split():
+            raise UserError(f"a checkpoint's .metadata asks for {module}.{name}, which no checkpoint needs: it is not loaded")
+        return super().find_class(module.removesuffix("._local"), name)
 
 
 def checkpoint_reader(path: Path) -> Any:
@@ -1338,8 +1340,7 @@ def checkpoint_reader(path: Path) -> Any:
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             with open(path / ".metadata", "rb") as f:
                 metadata = _MetadataUnpickler(f).load()
-            if getattr(metadata, "storage_meta", None) is not None:
-                metadata.storage_meta.load_id = self.load_id
+            metadata.storage_meta.load_id = self.load_id
             return metadata
 
     return Reader(path)
@@ -1348,26 +1349,31 @@ def checkpoint_reader(path: Path) -> Any:
 def verify_checkpoint(path: Path) -> dict[str, Any]:
     """The manifest, after every file has been compared with its size and sha256. Raises UserError with what is wrong."""
     manifest = read_json(path / "manifest.json")
-    expected = manifest.get("files", {})
-    present = {p.name for p in path.iterdir()} - {"manifest.json", "pinned"}
-    if missing := sorted(set(expected) - present):
-        raise UserError(f"{path}: {missing[0]} is missing")
-    if extra := sorted(present - set(expected)):
-        raise UserError(f"{path}: {extra[0]} is not in the manifest")
-    for name, entry in expected.items():
-        size = (path / name).stat().st_size
-        if size != entry["bytes"]:
-            raise UserError(f"{path}: {name} has {size} bytes, not {entry['bytes']}")
-        if sha256_file(path / name) != entry["sha256"]:
-            raise UserError(f"{path}: {name} does not match its sha256")
     if _hash_json({k: v for k, v in manifest.items() if k != "hash"}) != manifest.get("hash"):
         raise UserError(f"{path}: manifest.json does not match its own hash")
+    try:
+        present = {p.name for p in path.iterdir()} - {"manifest.json", "pinned"}
+        for name in sorted(present ^ set(manifest["files"])):
+            raise UserError(f"{path}: {name} is {'not in the manifest' if name in present else 'missing'}")
+        for name, entry in manifest["files"].items():
+            if (size := (path / name).stat().st_size) != entry["bytes"]:
+                raise UserError(f"{path}: {name} has {size} bytes, not {entry['bytes']}")
+            if sha256_file(path / name) != entry["sha256"]:
+                raise UserError(f"{path}: {name} does not match its sha256")
+    except OSError as e:
+        raise UserError(f"{path}: {e.filename} cannot be read: {e.strerror}") from None
     return manifest
+
+
+def step_number(path: str | Path) -> int:
+    """120 for .../step-000120, -1 for what is no checkpoint's name."""
+    number = Path(path).name.removeprefix("step-")
+    return int(number) if number.isdigit() and number != Path(path).name else -1
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
     """Checkpoint folders with a final name, oldest first."""
-    return sorted(Path(run_dir, "checkpoints").glob("step-*"), key=lambda p: int(p.name.split("-")[1]))
+    return sorted((p for p in Path(run_dir, "checkpoints").glob("step-*") if step_number(p) >= 0), key=step_number)
 
 
 def checkpoint_interval(stall_s: float, mtbf_s: float, upload_s: float) -> float:
@@ -1380,6 +1386,10 @@ def mean_time_between_failures(cfg: Config, devices: int) -> float:
     """Seconds: the device figure over the number of devices, and the whole machine's preemptions undivided."""
     rate = devices / cfg.mtbf_hours + (1 / cfg.spot_mtbf_hours if cfg.spot_mtbf_hours else 0.0)
     return 3600 / rate
+
+
+def last_line(e: BaseException) -> str:
+    return str(e).strip().splitlines()[-1] if str(e).strip() else type(e).__name__
 
 
 class Checkpoints:
@@ -1399,32 +1409,39 @@ class Checkpoints:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.copied: torch.cuda.Event | None = None
         self.verified: set[str] = set()
-        self.upload_s = 0.0
-        self.failed: BaseException | None = None
+        self.failed = ""  # why the last save failed
+        self.stats = {"saves": 0, "bytes": 0, "write_s": 0.0, "verify_s": 0.0, "mirror_s": 0.0}  # times of the last one
+        self.to_mirror: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
+        self.mirroring: Path | None = None
+        self.mirror = threading.Thread(target=self._mirror, daemon=True)  # apart: a mirror that hangs holds up nothing
+        if rank == 0:
+            for path in [*self.dir.glob(".tmp-*"), *self.dir.glob(".old-*")]:  # what earlier attempts left
+                shutil.rmtree(path, ignore_errors=True)
+            if cfg.mirror:
+                self.mirror.start()
 
     def busy(self) -> bool:
         return self.future is not None and not self.future.done()
 
+    def must_stop(self) -> bool:
+        """A save has failed and --on-save-error is stop."""
+        return bool(self.failed) and self.cfg.on_save_error == "stop"
+
     def wait(self) -> None:
-        """Until nothing is in flight; a failed save is said, and raised as Halt where --on-save-error is stop."""
-        if self.future is None:
-            return
-        future, self.future = self.future, None
-        try:
-            future.result()
-        except Exception as e:
-            self.failed = e
-            reason = str(e).strip().splitlines()[-1] if str(e).strip() else type(e).__name__
-            self.say(f"checkpoint could not be written: {reason}; earlier ones are untouched")
-            if self.cfg.on_save_error == "stop":
-                raise Halt(Exit.DISK, f"stopped since a checkpoint could not be written: {reason}") from None
+        """Until nothing is in flight. Raises Halt, on every rank, after a failure where --on-save-error is stop."""
+        if self.future is not None:
+            self.future.result()
+        if self.must_stop():
+            raise Halt(Exit.DISK, f"stopped since a checkpoint could not be written: {self.failed}")
+
+    def stage(self, tensors: dict[str, Tensor]) -> None:
+        """Host memory for the copies, pinned for CUDA; made once, before the first step."""
+        pin = self.device.type == "cuda"
+        self.buffers = {k: torch.empty_like(t, device="cpu", pin_memory=pin) for k, t in tensors.items()}
 
     def save(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Starts a save of this rank's tensors and of `meta` (JSON, rank 0's)."""
         self.wait()
-        if not self.buffers:
-            pin = self.device.type == "cuda"
-            self.buffers = {k: torch.empty_like(t, device="cpu", pin_memory=pin) for k, t in tensors.items()}
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
@@ -1450,16 +1467,23 @@ class Checkpoints:
             self.copied.synchronize()
         # The name is this attempt's own: what an orphan of an earlier attempt still writes never counts.
         temporary = self.dir / f".tmp-{meta['step']:06d}-{self.attempt}"
-        temporary.mkdir(parents=True, exist_ok=True)
+        failed = [""]
         try:
-            dcp.save(self.buffers, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True), process_group=self.group, no_dist=self.world == 1)
+            dcp.save(self.buffers, storage_writer=dcp.FileSystemWriter(temporary), process_group=self.group, no_dist=self.world == 1)
             if self.rank == 0:
-                self._commit(temporary, meta)
-        except BaseException:
-            if self.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        self.upload_s = time.perf_counter() - began
+                try:
+                    self._commit(temporary, meta)
+                except Exception as e:
+                    failed = [last_line(e)]
+            if self.world > 1:
+                dist.broadcast_object_list(failed, src=0, group=self.group)
+        except (Exception, dcp.api.CheckpointException) as e:  # the latter is no Exception
+            failed = [last_line(e)]
+        self.failed = failed[0]
+        if self.failed:
+            shutil.rmtree(temporary, ignore_errors=True)
+            self.say(f"checkpoint of step {meta['step']} could not be written: {self.failed}; earlier ones are untouched")
+        self.stats["write_s"] = time.perf_counter() - began
 
     def _commit(self, temporary: Path, meta: dict[str, Any]) -> None:
         write_json(temporary / "train_state.json", meta)
@@ -1468,29 +1492,32 @@ class Checkpoints:
         write_json(temporary / "manifest.json", {**manifest, "hash": _hash_json(manifest)})
         final = self.dir / f"step-{meta['step']:06d}"
         if final.exists():  # the same step again after a resume
-            old = self.dir / f".old-{final.name}-{uuid.uuid4().hex[:8]}"
-            os.replace(final, old)
-            shutil.rmtree(old)
+            self._remove(final)
         os.replace(temporary, final)
         fsync_dir(self.dir)
+        began = time.perf_counter()
         verify_checkpoint(final)
+        self.stats["verify_s"] = time.perf_counter() - began
+        self.stats["saves"] += 1
+        self.stats["bytes"] = sum(entry["bytes"] for entry in files.values())
         self.verified.add(final.name)
         write_atomic(self.dir / "latest", final.name + "\n")
         self._purge()
         if self.cfg.mirror:
-            try:
-                mirror_checkpoint(final, self.cfg.mirror)
-            except Exception as e:  # a failing mirror never stops training
-                self.say(f"mirror {self.cfg.mirror} failed for {final.name}: {str(e).splitlines()[0] if str(e) else type(e).__name__}; training goes on")
+            self.to_mirror.put(final)
+
+    def _remove(self, path: Path) -> None:
+        gone = self.dir / f".old-{path.name}-{uuid.uuid4().hex[:8]}"
+        os.replace(path, gone)
+        shutil.rmtree(gone)
 
     def _purge(self) -> None:
         """Removes older checkpoints once --keep verified ones stand; pinned ones stay."""
         good = 0
         for path in reversed(list_checkpoints(self.dir.parent)):
-            if good >= self.cfg.keep and not (path / "pinned").exists():
-                gone = self.dir / f".old-{path.name}-{uuid.uuid4().hex[:8]}"
-                os.replace(path, gone)
-                shutil.rmtree(gone)
+            if good >= self.cfg.keep:
+                if not (path / "pinned").exists() and path != self.mirroring:
+                    self._remove(path)
                 continue
             if path.name not in self.verified:
                 try:
@@ -1500,30 +1527,63 @@ class Checkpoints:
                 self.verified.add(path.name)
             good += 1
 
-    def clean(self) -> None:
-        """Removes what earlier attempts left under temporary names."""
-        for path in [*self.dir.glob(".tmp-*"), *self.dir.glob(".old-*")]:
-            shutil.rmtree(path, ignore_errors=True)
+    def pin(self, why: str) -> None:
+        """Keeps the newest verified checkpoint from the purge, in place of the one pinned before."""
+        good = [p for p in list_checkpoints(self.dir.parent) if p.name in self.verified]
+        for path in self.dir.glob("step-*/pinned"):
+            path.unlink()
+        if good:
+            (good[-1] / "pinned").write_text(why + "\n")
+
+    def _mirror(self) -> None:
+        while (path := self.to_mirror.get()) is not None:
+            newest = path
+            while not self.to_mirror.empty() and (path := self.to_mirror.get()) is not None:  # the mirror is behind
+                newest = path
+            self.mirroring, began = newest, time.perf_counter()
+            try:
+                mirror_checkpoint(newest, self.cfg.mirror, self.cfg.keep)
+                self.stats["mirror_s"] = time.perf_counter() - began
+            except Exception as e:  # a failing mirror never stops training
+                self.say(f"mirror {self.cfg.mirror} failed for {newest.name}: {last_line(e)}; training goes on")
+            self.mirroring = None
+            if path is None:
+                return
 
     def close(self) -> None:
-        self.wait()
+        """Finishes what is in flight; a mirror gets MIRROR_PATIENCE seconds."""
+        self.to_mirror.put(None)
+        if self.mirror.is_alive():
+            self.mirror.join(MIRROR_PATIENCE)
+            if self.mirror.is_alive():
+                self.say(f"mirror {self.cfg.mirror} did not finish in {MIRROR_PATIENCE} s; the newest checkpoint is not mirrored")
         self.pool.shutdown()
 
 
-def mirror_checkpoint(path: Path, uri: str) -> None:
-    """Copies a checkpoint below `uri` with fsspec, reads it back, and only then names it complete."""
+MIRROR_PATIENCE = 600
+
+
+def mirror_checkpoint(path: Path, uri: str, keep: int) -> None:
+    """Copies a checkpoint of a run to <uri>/<run>/step-N with fsspec, reads it back, and only then names it complete.
+
+    Keeps `keep` of them there. Raises what fsspec raises, and OSError where the copy differs.
+    """
     import fsspec
 
-    fs, root = fsspec.core.url_to_fs(uri)
-    target = f"{root.rstrip('/')}/{path.name}"
+    fs, root = fsspec.core.url_to_fs(f"{uri.rstrip('/')}/{path.absolute().parents[1].name}")
+    target = f"{root}/{path.name}"
     fs.makedirs(target, exist_ok=True)
-    names = sorted(p.name for p in path.iterdir() if p.name not in ("manifest.json", "pinned"))
-    for name in [*names, "manifest.json"]:  # the manifest last: without it the copy does not count
+    if fs.exists(f"{target}/manifest.json"):  # the manifest goes first and comes last: without it the copy does not count
+        fs.rm_file(f"{target}/manifest.json")
+    for name in [*sorted({p.name for p in path.iterdir()} - {"manifest.json", "pinned"}), "manifest.json"]:
         fs.put_file(str(path / name), f"{target}/{name}")
         with fs.open(f"{target}/{name}", "rb") as f:
             if hashlib.file_digest(f, "sha256").hexdigest() != sha256_file(path / name):  # type: ignore[arg-type]
-                fs.rm_file(f"{target}/manifest.json") if name == "manifest.json" else None
+                fs.rm(target, recursive=True)
                 raise OSError(f"{target}/{name} does not read back as it was written")
+    older = sorted((p for p in fs.ls(root, detail=False) if 0 <= step_number(p) < step_number(path)), key=step_number)
+    for old in older[: max(0, len(older) - keep + 1)]:
+        fs.rm(old, recursive=True)
 
 
 def find_checkpoint(cfg: Config, run_dir: Path, say: Callable[[str], None]) -> Path | None:
@@ -1531,37 +1591,40 @@ def find_checkpoint(cfg: Config, run_dir: Path, say: Callable[[str], None]) -> P
 
     newest and auto walk from the newest to the oldest; a bad one is refused by name and said. Raises UserError.
     """
-    want = cfg.resume
+    want, there = cfg.resume, list_checkpoints(run_dir)
     if want not in ("newest", "auto"):
         path = run_dir / "checkpoints" / f"step-{int(want):06d}" if want.isdigit() else Path(want)
         if not path.is_dir():
-            raise UserError(f"--resume {want}: {path} does not exist; there are: {', '.join(p.name for p in list_checkpoints(run_dir)) or 'none'}")
+            raise UserError(f"--resume {want}: {path} does not exist; there are: {', '.join(p.name for p in there) or 'none'}")
         verify_checkpoint(path)
         return path
-    for path in reversed(list_checkpoints(run_dir)):
+    for path in reversed(there):
         try:
             verify_checkpoint(path)
             return path
         except UserError as e:
             say(f"CHECKPOINT REFUSED: {e}; trying the one before it")
-    if want == "auto" and not list_checkpoints(run_dir):
+    if want == "auto" and not there:
         return None
-    raise UserError(f"--resume {want}: no usable checkpoint in {run_dir}/checkpoints")
+    raise UserError(f"--resume {want}: {'no good' if there else 'there is no'} checkpoint in {run_dir}/checkpoints")
+
+
+# What may differ on a resume without making it another run; a change is said. Execution fields but the seed are free.
+RESUME_CHANGES = frozenset("max_steps epochs val_every spike spike_z spike_window".split())
 
 
 def check_resume(meta: dict[str, Any], cfg: Config, fingerprint: str, say: Callable[[str], None]) -> None:
-    """Refuses a checkpoint of another config, data set or model, with the differences. A new --max-steps is said."""
-    saved, now = meta["config"], dataclasses.asdict(cfg)
-    different = [
-        f"{k} {saved.get(k)!r} -> {now[k]!r}" for k in now
-        if (k == "seed" or k not in EXECUTION_FIELDS) and k not in ("recipe", "max_steps", "val_every") and saved.get(k) != now[k]
-    ]  # fmt: skip
+    """Refuses a checkpoint of another config, data set or model, with the differences. Raises UserError."""
+    # A field that the checkpoint's version did not have yet meant the default.
+    saved, now = {**dataclasses.asdict(Config()), **meta["config"]}, dataclasses.asdict(cfg)
+    changes = {k: f"{k} {saved[k]!r} -> {now[k]!r}" for k in now if saved[k] != now[k] and k not in (EXECUTION_FIELDS | {"recipe"}) - {"seed"}}
+    different = [text for k, text in changes.items() if k not in RESUME_CHANGES]
     if meta["fingerprint"] != fingerprint:
         different.append(f"data fingerprint {meta['fingerprint'][:24]} -> {fingerprint[:24]}")
     if different:
         raise UserError(f"the checkpoint belongs to another run: {'; '.join(different)}")
-    if saved["max_steps"] != now["max_steps"]:
-        say(f"--max-steps changed from {saved['max_steps']} to {now['max_steps']}: the learning-rate schedule follows the new one")
+    for text in changes.values():
+        say(f"changed since the checkpoint: {text}{', and the learning-rate schedule with it' if 'max_steps' in text else ''}")
 
 
 # ------------------------------------------------------------------------------------------------ validation
@@ -1594,9 +1657,22 @@ def evaluate_tokens(
         x, y = torch.zeros(batch, seq_len, dtype=torch.int64), torch.full((batch, seq_len), -1)
         x[:count], y[:count] = tokens[:-1].view(count, seq_len), tokens[1:].view(count, seq_len)
         total += model.nll(x.to(device), y.to(device)).double().sum()
+    total = total.cpu()  # over gloo, which gives up on a lost rank; NCCL would hang the host
     if world > 1:
         dist.all_reduce(total)
     return total.item() / (rows * seq_len)
+
+
+class LargestLogit(torch.overrides.TorchFunctionMode):
+    """Keeps the largest attention logit of the calls that go by: one that keeps growing announces a divergence."""
+
+    value = -math.inf
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            logits = (args[0].float() @ args[1].float().mT) * kwargs["scale"]
+            self.value = max(self.value, logits.masked_fill(torch.ones_like(logits[0, 0]).triu(1).bool(), -math.inf).max().item())
+        return func(*args, **(kwargs or {}))
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -1647,7 +1723,9 @@ def setup_distributed(cfg: Config) -> tuple[int, int, torch.device]:
     device = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
     if world > 1:
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=cfg.comm_timeout), device_id=device if kind == "cuda" else None)
+        # NCCL's watchdog kills without naming anyone; it comes after our own time limit.
+        patience = datetime.timedelta(seconds=cfg.comm_timeout + (30 if kind == "cuda" else 0))
+        dist.init_process_group(backend, timeout=patience, device_id=device if kind == "cuda" else None)
     return rank, world, device
 
 
@@ -1682,12 +1760,13 @@ class Trainer:
                 print("this device has no fp8: the head runs in the precision of the rest", file=sys.stderr)
         self.accum = grad_accum_steps(cfg, self.world)
         # A gloo group of its own for checkpoint threads, and one for the main thread's small host-side exchanges.
-        self.save_group = dist.new_group(backend="gloo") if self.world > 1 else None
-        self.host_group = dist.new_group(backend="gloo") if self.world > 1 else None
-        self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        if self.restarts and not cfg.resume:
-            self.cfg = cfg = dataclasses.replace(cfg, resume="auto")
+        patience = datetime.timedelta(seconds=cfg.comm_timeout)  # new_group's own default is 30 minutes
+        self.save_group = dist.new_group(backend="gloo", timeout=patience) if self.world > 1 else None
+        self.host_group = dist.new_group(backend="gloo", timeout=patience) if self.world > 1 else None
         self.run_dir = Path(self.agree(cfg.run_dir or default_run_dir(cfg)))
+        # Restarted by torchrun: go on from what this job has saved, or else do again what was asked for.
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (not cfg.resume or list_checkpoints(self.run_dir)):
+            self.cfg = cfg = dataclasses.replace(cfg, resume="auto")
         self.stop_signal = 0
         self.line_open = False
         self.step = self.tokens = 0
@@ -1696,7 +1775,9 @@ class Trainer:
         self.val_loss: float | None = None
         self.best_val_loss: float | None = None
         self.train_loss: float | None = None
+        self.val_step = self.last_spike = -1
         self.spike_rows: list[list[float]] = []
+        self.save_ms = self.last_save_ms = self.restore_s = 0.0
         self.metrics: Any = None
         self.wandb: WandbLog | None = None
         self.resume_from: Path | None = None
@@ -1749,25 +1830,21 @@ class Trainer:
     def prepare_run_dir(self) -> Path | None:
         """Checks, locks and makes the run directory on rank 0. Returns the verified checkpoint to resume from, if any."""
         cfg, run_dir = self.cfg, self.run_dir
-        exists = (run_dir / "config.json").exists()
-        if exists and not cfg.resume:
+        if (run_dir / "config.json").exists() and not cfg.resume:
             raise UserError(f"{run_dir} holds a run already; go on with it by --resume, or choose another --run-dir")
-        if not exists and cfg.resume and cfg.resume in ("newest",) and not self.restarts:
-            raise UserError(f"--resume: there is no run in {run_dir}")
         parent = next(p for p in [run_dir.absolute(), *run_dir.absolute().parents] if p.exists())
         state_bytes = self.state_bytes()
-        copies = 0 if parse_cadence(cfg.checkpoint_every)[0] == "off" else cfg.keep + 1
+        copies = 0 if parse_cadence(cfg.checkpoint_every)[0] == "off" else max(1, cfg.keep + 1 - len(list_checkpoints(run_dir)))
         need = state_bytes * copies + 4 * parameter_count(cfg)["total"] + (1 << 20)
         if shutil.disk_usage(parent).free < need:
             raise UserError(
                 f"{parent} has {shutil.disk_usage(parent).free / 1e9:.2f} GB free; the run needs {need / 1e9:.2f} GB "
                 f"({copies} checkpoints of {state_bytes / 1e9:.2f} GB and the weights)"
             )
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        available = available_memory()
-        if copies and available is not None and available < state_bytes * (ranks_here if cfg.parallel == "ddp" else 1) + 4 * parameter_count(cfg)["total"] * (ranks_here - 1):
+        available = available_memory()  # every tensor is staged by one rank only
+        if copies and available is not None and available < state_bytes:
             raise UserError(
-                f"{available / 1e9:.1f} GB of host memory are free; staging checkpoints of {ranks_here} ranks needs more: "
+                f"{available / 1e9:.1f} GB of host memory are free; staging a checkpoint takes {state_bytes / 1e9:.1f} GB: "
                 "use --checkpoint-every 0 or a machine with more memory"
             )
         created = not run_dir.exists()
@@ -1776,10 +1853,10 @@ class Trainer:
             self.lock = lock_run(run_dir, patience=30.0 if cfg.resume else 0.0)
             resume_from = find_checkpoint(cfg, run_dir, self.say) if cfg.resume else None
             (run_dir / "checkpoints").mkdir(exist_ok=True)
-        except OSError as e:
+        except (OSError, UserError) as e:
             if created:
                 shutil.rmtree(run_dir, ignore_errors=True)
-            raise UserError(f"{run_dir} cannot be written: {e.strerror or e}") from None
+            raise e if isinstance(e, UserError) else UserError(f"{run_dir} cannot be written: {e.strerror or e}") from None
         return resume_from
 
     def write_run_files(self, attention: str, compiled: bool) -> None:
@@ -1820,6 +1897,7 @@ class Trainer:
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank saves and loads without it
         attention = choose_attention(cfg, device)
         self.fingerprint = self.on_rank0(lambda: data_fingerprint(cfg.data))
         self.protocol = val_protocol(cfg, self.val_stream)
@@ -1855,11 +1933,10 @@ class Trainer:
         self.warm_up()
         attempt = self.agree(f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
         self.checkpoints = Checkpoints(cfg, self.run_dir, self.rank, self.world, device, self.save_group, attempt, self.say)
-        if self.main:
-            self.checkpoints.clean()
         self.loader = Loader(cfg, self.train_stream, self.rank, self.world, device)
         if meta is not None:
             self.restore(meta)
+        self.checkpoints.stage(self.share())
         self.on_rank0(lambda: self.write_run_files(attention, compiled))
         if self.main and cfg.wandb != "off":
             self.wandb = WandbLog(cfg, self.run_dir)
@@ -1914,13 +1991,27 @@ class Trainer:
             state[f"rng.cuda.{self.rank}"] = torch.cuda.get_rng_state(self.device)
         return state
 
+    def share(self) -> dict[str, Tensor]:
+        """The part of `tensors` that this rank saves: what several ranks hold alike is saved by one of them.
+
+        torch.distributed.checkpoint would drop all but one of them only after every rank had staged its own copy, and also
+        where they differ.
+        """
+        state = self.tensors()
+        alike = {
+            k: float(t.nbytes) for k, t in state.items()
+            if k.startswith("model.") or (k.startswith("optimizer.") and k.split(".", 2)[2] not in self.optimizer.owner)
+        }  # fmt: skip
+        writer = assign_owners(alike, self.world)
+        return {k: t for k, t in state.items() if writer.get(k, self.rank) == self.rank}
+
     def meta(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA, "step": self.step, "tokens": self.tokens, "data_position": self.tokens,
             "config": dataclasses.asdict(self.cfg), "fingerprint": self.fingerprint, "world_size": self.world,
             "train_s": self.train_s, "val_s": self.val_s, "stall_s": self.stall_s, "val_loss": self.val_loss,
             "best_val_loss": self.best_val_loss, "train_loss": self.train_loss, "spike_rows": self.spike_rows,
-            "scaler": self.scaler.state_dict(),
+            "val_step": self.val_step, "last_spike": self.last_spike, "scaler": self.scaler.state_dict(),
         }  # fmt: skip
 
     def restore(self, meta: dict[str, Any]) -> None:
@@ -1928,12 +2019,11 @@ class Trainer:
         import torch.distributed.checkpoint as dcp
 
         assert self.resume_from is not None
+        began = time.perf_counter()
         reader = checkpoint_reader(self.resume_from)
         saved = set(reader.read_metadata().state_dict_metadata)
-        wanted = self.tensors()
-        rng = [k for k in wanted if k.startswith("rng.") and k not in saved]  # more ranks than were saved, or another device
-        for key in rng:
-            del wanted[key]
+        # A random state is missing where there were fewer ranks or another device.
+        wanted = {k: t for k, t in self.tensors().items() if k in saved or not k.startswith("rng.")}
         if missing := sorted(set(wanted) - saved):
             raise UserError(f"{self.resume_from} lacks {missing[0]}: it belongs to another model or optimizer")
         dcp.load(wanted, storage_reader=reader, process_group=self.save_group, no_dist=self.world == 1)
@@ -1941,18 +2031,29 @@ class Trainer:
             torch.set_rng_state(wanted[f"rng.cpu.{self.rank}"])
         if f"rng.cuda.{self.rank}" in wanted:
             torch.cuda.set_rng_state(wanted[f"rng.cuda.{self.rank}"], self.device)
-        for key in "step tokens train_s val_s stall_s val_loss best_val_loss train_loss spike_rows".split():
+        for key in "step tokens train_s val_s stall_s val_loss best_val_loss train_loss spike_rows val_step last_spike".split():
             setattr(self, key, meta[key])
         if meta["scaler"]:
             self.scaler.load_state_dict(meta["scaler"])
+        self.restore_s = time.perf_counter() - began
         self.say(f"resumed from {self.resume_from} at step {self.step}")
         if self.step >= self.cfg.max_steps:
             self.say(f"the run is complete at {self.step} steps; nothing to train")
+        if self.resume_from.parent == self.checkpoints.dir:
+            self.checkpoints.verified.add(self.resume_from.name)
+        # Going back to an earlier state on purpose: what came after it must not count as this run's newest.
+        later = [p for p in list_checkpoints(self.run_dir) if step_number(p) > self.step]
+        if self.main and self.cfg.resume not in ("newest", "auto"):
+            for path in later:
+                os.replace(path, path.with_name(f"abandoned-{path.name}-{uuid.uuid4().hex[:8]}"))
+                self.say(f"{path.name} is set aside as abandoned-{path.name}-*")
 
     def save(self) -> None:
         began = time.perf_counter()
-        self.checkpoints.save(self.tensors(), self.meta())
-        self.stall_s += time.perf_counter() - began
+        self.checkpoints.save(self.share(), self.meta())
+        stall = time.perf_counter() - began
+        self.stall_s += stall
+        self.save_ms = self.last_save_ms = stall * 1000
 
     # -- signals
 
@@ -1970,9 +2071,15 @@ class Trainer:
         loss = evaluate_tokens(self.model, self.val_stream, cfg.val_tokens, cfg.seq_len, cfg.val_batch, self.rank, self.world)
         seconds = time.perf_counter() - began
         self.val_s += seconds
-        self.val_loss = loss
+        self.val_loss, self.val_step = loss, self.step
         self.best_val_loss = loss if self.best_val_loss is None else min(loss, self.best_val_loss)
-        self.log({"kind": "val", "step": self.step, "tokens": self.tokens, "val_loss": loss, "train_s": self.train_s, "val_s": seconds})
+        row = {"kind": "val", "step": self.step, "tokens": self.tokens, "val_loss": loss, "train_s": self.train_s, "val_s": seconds}
+        if self.main:  # on one sequence, eagerly: the compiled blocks cannot be looked into
+            idx_BT = torch.from_numpy(self.val_stream.slice(0, cfg.seq_len).astype(np.int64)).unsqueeze(0).to(self.device)
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), LargestLogit() as attention:
+                self.model.hidden(idx_BT)
+            row["max_attention_logit"] = attention.value
+        self.log(row)
         self.say(f"step {self.step}/{cfg.max_steps}  val loss {loss:.4f}  after {self.train_s:.1f} s of training")
 
     def log(self, row: dict[str, Any]) -> None:
@@ -1997,18 +2104,31 @@ class Trainer:
         elif row["step"] % max(1, cfg.max_steps // 20) == 0 or row["step"] <= 3:
             self.say(text)
 
-    def spike(self, loss: float, norm: float) -> str:
-        """'' or what is out of line, by z-score over the window of earlier steps; nothing until the window is full."""
-        window = self.spike_rows[-self.cfg.spike_window :]
-        said = ""
-        if len(window) >= self.cfg.spike_window:
-            for name, value, past in (("loss", loss, [w[0] for w in window]), ("gradient norm", norm, [w[1] for w in window])):
-                z = (value - float(np.mean(past))) / max(float(np.std(past)), 1e-12)
-                if z > self.cfg.spike_z:
-                    said = f"{name} {value:.4g} is {z:.1f} deviations above its last {len(window)} steps"
+    def spike_guard(self, loss: float, norm: float) -> bool:
+        """True where the update of this step must be skipped: loss or gradient norm are out of line with the window before.
+
+        The first spike in a window's length saves the state before it and pins the last verified checkpoint. Raises Halt
+        where --spike is halt. Every rank comes to the same answer, from the same reduced numbers.
+        """
+        cfg, said = self.cfg, ""
+        window = np.array(self.spike_rows[-cfg.spike_window :])  # (steps, 2)
+        if len(window) >= cfg.spike_window:
+            z = (np.array([loss, norm]) - window.mean(0)) / np.maximum(window.std(0), 1e-12)
+            worst = int(z.argmax())
+            if z[worst] > cfg.spike_z:
+                said = f"{('loss', 'gradient norm')[worst]} {(loss, norm)[worst]:.4g} is {z[worst]:.1f} deviations above its last {len(window)} steps"
         if not said:
-            self.spike_rows = [*window, [loss, norm]][-self.cfg.spike_window :]
-        return said
+            self.spike_rows = [*self.spike_rows, [loss, norm]][-cfg.spike_window :]
+            return False
+        if cfg.spike == "halt" or self.last_spike < 0 or self.step - self.last_spike > cfg.spike_window:
+            if self.main:
+                self.checkpoints.pin(f"before the spike at step {self.step + 1}: {said}")
+            self.save()
+        self.last_spike = self.step
+        if cfg.spike == "halt":
+            raise Halt(Exit.SPIKE, f"step {self.step + 1}: {said}; the state before it is saved, go on with --resume --spike skip")
+        self.say(f"step {self.step + 1}: {said}; this update is skipped")
+        return True
 
     def wait_for(self, event: torch.cuda.Event | None) -> None:
         """Until the device has passed the event; a device that does not answer in time means a lost rank."""
@@ -2024,13 +2144,14 @@ class Trainer:
         """Trains to the end. Returns Exit.OK or Exit.STOPPED; raises Halt for other ends."""
         cfg = self.cfg
         cadence, every = parse_cadence(cfg.checkpoint_every)
-        if self.step == 0 and cfg.val_every:
+        due = bool(cfg.val_every) and self.step % cfg.val_every == 0 or self.step == cfg.max_steps
+        if due and self.val_step != self.step:  # at the start, or where a stop came before it
             self.validate()
         batches = self.loader.batches(self.step, cfg.max_steps)
         pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
         self.synchronize()
         clock, mark = time.perf_counter(), self.tick()  # train_s counts from here, with other work taken out
-        last_save, interval, step_ms, saved_at = time.perf_counter(), 60.0, [], -1
+        last_save, interval, step_ms, saved_at = time.perf_counter(), 60.0, [], 0  # auto: the first one soon, to measure it
         save_asked = False
 
         def settle(entry: tuple[int, Tensor, torch.cuda.Event | None]) -> list[float]:
@@ -2061,6 +2182,8 @@ class Trainer:
                 "step_ms": elapsed * 1000, "tokens_per_s": rate, "mfu": mfu, "peak_mem_bytes": memory, "train_s": self.train_s,
                 "epoch": (step * cfg.batch_tokens - 1) // len(self.train_stream),
             }  # fmt: skip
+            if self.save_ms:  # of the save before this step, not part of its step_ms
+                row["save_ms"], self.save_ms = self.save_ms, 0.0
             step_ms.append(elapsed * 1000)
             self.log(row)
             if self.main:
@@ -2077,7 +2200,7 @@ class Trainer:
             # What all ranks must agree on travels with the loss: a signal to stop, a wish to save, the time being up.
             due = cadence in ("auto", "seconds") and time.perf_counter() - last_save > (every or interval)
             wishes = [
-                float(bool(self.stop_signal)), float(self.main and due and not self.checkpoints.busy()),
+                float(bool(self.stop_signal)), float(self.main and (due and not self.checkpoints.busy() or self.checkpoints.must_stop())),
                 float(self.main and bool(cfg.max_minutes) and self.train_s > cfg.max_minutes * 60),
             ]  # fmt: skip
             # torch.full, not a copy from the host: a copy from pageable memory would wait for the device.
@@ -2099,14 +2222,7 @@ class Trainer:
             if cfg.clip:
                 factor = (cfg.clip / (norm + 1e-6)).clamp(max=1.0)
                 grad_scale = factor if grad_scale is None else grad_scale * factor
-            if cfg.spike != "off" and (reason := self.spike(control[0].item(), norm.item())):
-                if self.main and (good := [p for p in list_checkpoints(self.run_dir) if p.name in self.checkpoints.verified]):
-                    (good[-1] / "pinned").write_text(f"before the spike at step {step + 1}: {reason}\n")
-                if cfg.spike == "halt":
-                    self.save()
-                    self.checkpoints.close()
-                    raise Halt(Exit.SPIKE, f"step {step + 1}: {reason}; the state before it is saved")
-                self.say(f"step {step + 1}: {reason}; this update is skipped")
+            if cfg.spike != "off" and math.isfinite(norm.item()) and self.spike_guard(control[0].item(), norm.item()):
                 skip = torch.ones_like(skip)
             self.checkpoints.before_update()
             self.optimizer.step(learning_rate_factor(cfg, step), muon_momentum(cfg, step), grad_scale, skip)
@@ -2127,41 +2243,40 @@ class Trainer:
             at_end = self.step == cfg.max_steps or stopping or over
             validate = at_end or (cfg.val_every and self.step % cfg.val_every == 0)
             save = save_asked or (cadence == "steps" and self.step % int(every) == 0)
-            if validate or at_end:
-                if pending is not None:
+            if validate or save:
+                if pending is not None:  # before a save, so that nothing follows a step that was not finite
                     settle(pending)
                     pending = None
-                if not stopping:
+                if validate and not stopping:
                     self.validate()
-                clock, mark = time.perf_counter(), self.tick()
+                clock = time.perf_counter()
             if save and not at_end:
                 save_asked = False
-                began = time.perf_counter()
                 self.save()
-                stall = time.perf_counter() - began
-                last_save = time.perf_counter()
-                clock += stall  # a stall is not training time
+                last_save = clock = time.perf_counter()  # a stall is not training time
                 saved_at = len(step_ms)
-                if cadence == "auto":
-                    interval = self.auto_interval(max(stall, 1e-3))
-        if cadence != "off" or stopping:
-            if not self.already_saved():
-                self.save()
-            self.checkpoints.wait()
-        del saved_at
+            if cadence == "auto" and saved_at and not self.checkpoints.busy():
+                usual = statistics.median(step_ms[max(0, saved_at - 100) : saved_at])
+                lost = self.last_save_ms + sum(ms - usual for ms in step_ms[saved_at:])
+                interval, saved_at = self.auto_interval(lost / 1000, interval), 0
+        if (cadence != "off" or stopping) and self.resume_from != self.checkpoints.dir / f"step-{self.step:06d}":
+            self.save()
+        self.checkpoints.wait()
+        if stopping and self.checkpoints.failed:
+            raise Halt(Exit.DISK, f"stopped by a signal at step {self.step}, and its state could not be saved; earlier checkpoints stand")
         return Exit.STOPPED if stopping else Exit.OK
 
-    def already_saved(self) -> bool:
-        """True if the state of this step is on disk: a finished run that was resumed with nothing to do."""
-        return self.resume_from is not None and self.resume_from.name == f"step-{self.step:06d}"
-
-    def auto_interval(self, stall: float) -> float:
-        mtbf = mean_time_between_failures(self.cfg, max(1, torch.cuda.device_count() if self.device.type == "cuda" else 1))
-        interval = checkpoint_interval(stall, mtbf, self.checkpoints.upload_s)
-        self.say(
-            f"checkpoints every {interval:.0f} s: sqrt(2 x {stall:.3f} s stall x {mtbf / 3600:.2f} h between failures), "
-            f"not below {self.checkpoints.upload_s:.1f} s of writing"
-        )
+    def auto_interval(self, stall: float, before: float) -> float:
+        """Seconds to the next checkpoint. stall: seconds that the last one cost, blocked and by slower steps."""
+        devices = self.world if self.device.type == "cuda" else 1
+        mtbf, upload = mean_time_between_failures(self.cfg, devices), self.checkpoints.stats["write_s"] + self.checkpoints.stats["mirror_s"]
+        stall = max(stall, 1e-3)
+        interval = checkpoint_interval(stall, mtbf, upload)
+        if not 0.8 < interval / before < 1.25:
+            self.say(
+                f"checkpoints every {interval:.0f} s: sqrt(2 x {stall:.3f} s stall x {mtbf / 3600:.2f} h between failures), "
+                f"not below {upload:.1f} s of writing"
+            )
         return interval
 
     def finish(self, code: Exit, reason: str) -> None:
@@ -2180,7 +2295,7 @@ class Trainer:
             "recipe": cfg.recipe, "exit_reason": reason, "exit_code": int(code), "step": self.step, "max_steps": cfg.max_steps,
             "tokens": self.tokens, "train_loss": self.train_loss, "val_loss": self.val_loss, "best_val_loss": self.best_val_loss,
             "val_protocol": self.protocol, "train_seconds": self.train_s, "val_seconds": self.val_s, "compile_seconds": self.compile_s,
-            "checkpoint_stall_seconds": self.stall_s, "startup_seconds": self.startup_s, "total_seconds": time.perf_counter() - self.began,
+            "checkpoint_stall_seconds": self.stall_s, "checkpoints": {**self.checkpoints.stats, "restore_s": self.restore_s} if hasattr(self, "checkpoints") else None, "startup_seconds": self.startup_s, "total_seconds": time.perf_counter() - self.began,
             "loader_wait_seconds": self.loader.wait_s if hasattr(self, "loader") else None,
             "tokens_per_s": rate, "mfu": rate * flops_per_token(cfg) / (peak * self.world) if rate and peak else None,
             "peak_mem_bytes": max((r["peak_mem_bytes"] for r in rows), default=0), "params": parameter_count(cfg)["total"],
@@ -2246,12 +2361,14 @@ def train(cfg: Config) -> tuple[Exit, str, Path | None]:
         reason = e.code.name.lower()
     except torch.OutOfMemoryError:
         code, reason, line = Exit.OUT_OF_MEMORY, "out_of_memory", explain_out_of_memory(trainer)
-    except (dist.DistBackendError, dist.DistNetworkError, TimeoutError, RuntimeError) as e:
-        if trainer.world == 1 or not isinstance(e, (dist.DistError, TimeoutError)) and "peer" not in str(e) and "timeout" not in str(e).lower() and "Timed out" not in str(e):
+    except (TimeoutError, RuntimeError) as e:
+        if trainer.world == 1 or not re.search("Dist|gloo|nccl|peer|pipe|timed? ?out", f"{type(e).__name__} {e}", re.I):
             raise
-        line = f"rank {trainer.rank} lost another rank at step {trainer.step + 1}: {name_lost_rank(trainer)} ({str(e).splitlines()[0][:160]})"
-        print(f"error: {line}", file=sys.stderr, flush=True)
-        os._exit(int(Exit.PEER_LOST))  # collectives in flight would hang an orderly exit
+        code, reason = Exit.PEER_LOST, "peer_lost"
+        lost = f"rank {trainer.rank} lost another rank at step {trainer.step + 1}: {name_lost_rank(trainer)} ({str(e).splitlines()[0][:160]})"
+        print(f"error: {lost}", file=sys.stderr, flush=True)  # by every rank: rank 0 may be the one
+    if code != Exit.PEER_LOST and hasattr(trainer, "checkpoints"):
+        trainer.checkpoints.close()
     trainer.finish(code, reason)
     return code, line, trainer.run_dir
 
@@ -2275,6 +2392,8 @@ def main(argv: list[str]) -> int:
         wanted = {"always": True, "success": code == Exit.OK, "failure": code != Exit.OK}[cfg.on_finish_when]
         if wanted:
             subprocess.run(cfg.on_finish, shell=True, check=False)
+    if code == Exit.PEER_LOST:
+        os._exit(code)  # collectives in flight would hang an orderly exit
     if dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
