@@ -197,35 +197,24 @@ def headline(run: Run) -> list[dict[str, str]]:
 
 
 def run_table(runs: Sequence[Run]) -> dict[str, Any]:
-    names = [
-        "run",
-        "recipe",
-        "state",
-        "seed",
-        "steps",
-        "tokens",
-        "val loss",
-        "best val",
-        "train s",
-        "tokens/s",
-        "MFU",
-    ]
+    names = ["run", "val loss", "seed", "tokens", "steps", "train s", "tokens/s", "MFU", "best val"]
+    names += ["recipe", "state"]
     rows = []
     for run in runs:
         r, last = run.result, (run.train or run.val)[-1]
         rows.append(
             [
                 run.name,
-                run.config["recipe"],
-                r.get("exit_reason", "unfinished"),
-                str(run.config["config"]["seed"]),
-                f"{r.get('step', last['step']):,}",
-                human_count(r.get("tokens", last["tokens"])),
                 number(r.get("val_loss"), ".4f"),
-                number(r.get("best_val_loss"), ".4f"),
+                str(run.config["config"]["seed"]),
+                human_count(r.get("tokens", last["tokens"])),
+                f"{r.get('step', last['step']):,}",
                 number(r.get("train_seconds"), ",.1f"),
                 number(r.get("tokens_per_s"), ",.0f"),
                 percent(r.get("mfu")),
+                number(r.get("best_val_loss"), ".4f"),
+                run.config["recipe"],
+                r.get("exit_reason", "unfinished"),
             ]
         )
     return {"names": names, "rows": rows}

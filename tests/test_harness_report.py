@@ -270,6 +270,11 @@ def test_in_chromium(ten_runs, tmp_path, width, dark):
             ".map(e => parseFloat(getComputedStyle(e).fontSize))"
         )
         assert min(sizes) >= 11
+        # no cell is squeezed until its words break into letters
+        heights = browser.run(
+            "return [...document.querySelectorAll('[aria-label=Runs] td')].map(e => e.offsetHeight)"
+        )
+        assert max(heights) < 40
         curves = browser.run(
             "return [...document.querySelectorAll('.by-tokens .curve')].map(c => "
             "{const b = c.getBoundingClientRect();"
