@@ -4,9 +4,9 @@ takes.
 The text is the sample's addresses cut into documents of about 3,000 characters (FineWeb's average is near),
 repeated to the size asked for, in one parquet file. Both sides read that file and write nothing else than
 token shards. The plain loop is the one of llm.c's `dev/data/fineweb.py`: a pool of (cores - 2, at least 1)
-processes that returns a list of ids per document turned into an array, 16 documents at a time. It is also
-run with as many processes as `build` gets, so that the gain from using all cores and the gain from the work
-itself can be told apart.
+processes that returns a list of ids per document turned into an array, 16 documents at a time, a progress
+bar, a list per shard. It is also run with as many processes as `build` gets, so that the gain from using
+all cores and the gain from the work itself can be told apart.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from tqdm import tqdm
 
 from data.errors import user_error
 from data.format import EOT, list_shards, read_header, write_shard
@@ -98,22 +99,28 @@ def _plain_tokenize(row: dict[str, str]) -> np.ndarray:
 
 
 def plain_build(corpus: Path, folder: Path, processes: int) -> None:
-    """The main loop of llm.c dev/data/fineweb.py: a buffer of one shard, filled document by document."""
+    """The main loop of llm.c dev/data/fineweb.py: a buffer of one shard, filled document by document, with
+    a progress bar that moves with each of them; a shard passes through a list on its way to the file."""
     buffer = np.empty(SHARD_TOKENS, np.uint16)
     filled = index = 0
-    with multiprocessing.Pool(processes) as pool:
+
+    def write(tokens_T: np.ndarray) -> None:
+        write_shard(folder / f"plain_train_{index:06d}.bin", np.array(tokens_T.tolist(), np.uint16))
+
+    with multiprocessing.Pool(processes) as pool, tqdm(unit="tokens", disable=False) as bar:
         for tokens_T in pool.imap(_plain_tokenize, _plain_rows(corpus), chunksize=16):
+            bar.update(len(tokens_T))
             if filled + len(tokens_T) >= SHARD_TOKENS:
                 rest = SHARD_TOKENS - filled
                 buffer[filled:] = tokens_T[:rest]
-                write_shard(folder / f"plain_train_{index:06d}.bin", buffer)
+                write(buffer)
                 index += 1
                 tokens_T = tokens_T[rest:]
                 filled = 0
             buffer[filled : filled + len(tokens_T)] = tokens_T
             filled += len(tokens_T)
     if filled:
-        write_shard(folder / f"plain_train_{index:06d}.bin", buffer[:filled])
+        write(buffer[:filled])
 
 
 def _watch_memory(pid: int, stop: threading.Event, peak: list[int]) -> None:

@@ -147,7 +147,7 @@ class LocalFiles:
         import pyarrow.parquet as pq
 
         try:
-            with pq.ParquetFile(path, memory_map=True) as file:
+            with pq.ParquetFile(path, buffer_size=1 << 20) as file:
                 if self.column not in file.schema_arrow.names:
                     raise user_error(
                         f"{path}: no column {self.column!r}, only {', '.join(file.schema_arrow.names)}"
