@@ -260,9 +260,23 @@ def parse_args(argv: list[str]) -> Config:
 
 def check_config(cfg: Config) -> None:
     """Refuses a config that cannot run, before anything is written. Raises UserError."""
-    for name in ("n_layer n_head n_embd seq_len batch_tokens micro_batch max_steps val_batch epochs".split()):
-        if getattr(cfg, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(cfg, name)}")
+    at_least_1 = "n_layer n_head n_embd seq_len batch_tokens micro_batch max_steps val_batch epochs ddp_bucket_mb spike_window".split()
+    for name, value in dataclasses.asdict(cfg).items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in at_least_1 and value < 1:
+            raise UserError(f"{flag} must be at least 1, not {value}")
+        if isinstance(value, (int, float)) and not (value >= 0 and math.isfinite(value)):
+            raise UserError(f"{flag} must be a number that is not negative, not {value}")
+        if name in ("beta1", "beta2", "muon_momentum", "muon_beta2") and value >= 1:
+            raise UserError(f"{flag} must be below 1, not {value}")
+        if name in ("warmdown_frac", "final_lr_frac") and value > 1:
+            raise UserError(f"{flag} is a part of the whole, at most 1, not {value}")
+        if name in ("mtbf_hours", "comm_timeout") and not value:
+            raise UserError(f"{flag} must be above 0")
+    if cfg.softcap > 80:  # exp(-softcap) must not vanish in fp32
+        raise UserError(f"--softcap {cfg.softcap} is above 80; use 0 for no cap")
+    if (cfg.attn_gate or cfg.smear) and cfg.n_embd < 12:
+        raise UserError(f"--n-embd {cfg.n_embd}: the gates of --attn-gate and --smear read 12 channels")
     if cfg.n_embd % cfg.n_head or (cfg.n_embd // cfg.n_head) % 4:
         raise UserError(f"--n-embd {cfg.n_embd} must be a multiple of 4 times --n-head {cfg.n_head}")
     if not 0 < cfg.vocab_size <= cfg.padded_vocab:
@@ -284,7 +298,7 @@ def parse_cadence(text: str) -> tuple[str, float]:
         kind, value = ("seconds", float(text[:-1]) * 60) if text.endswith("m") else ("steps", float(int(text)))
     except ValueError:
         value = -1.0
-    if value <= 0:
+    if not (value > 0 and math.isfinite(value)):
         raise UserError(f"--checkpoint-every {text!r}: give steps (100), minutes (10m), auto, or 0 for off")
     return kind, value
 
@@ -1204,7 +1218,7 @@ def peak_flops(device: torch.device, cfg: Config) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     words = set(re.split(r"[\s-]+", name))
-    if words & {"MIG", "Ti", "Laptop", "SUPER", "D", "Max-Q"}:  # a slice or another chip of nearly the same name
+    if words & {"MIG", "Ti", "Laptop", "SUPER", "D", "Max"}:  # a slice or another chip of nearly the same name
         return None
     # Whole words only: an L40 is no L4.
     return next((peak * 1e12 for key, peak in PEAK_BF16.items() if re.search(rf"\b{re.escape(key)}\b", name)), None)
@@ -1349,7 +1363,8 @@ def checkpoint_reader(path: Path) -> Any:
 def verify_checkpoint(path: Path) -> dict[str, Any]:
     """The manifest, after every file has been compared with its size and sha256. Raises UserError with what is wrong."""
     manifest = read_json(path / "manifest.json")
-    if _hash_json({k: v for k, v in manifest.items() if k != "hash"}) != manifest.get("hash"):
+    text = (path / "manifest.json").read_text()
+    if text != json.dumps(manifest, indent=1) + "\n" or _hash_json({k: v for k, v in manifest.items() if k != "hash"}) != manifest.get("hash"):
         raise UserError(f"{path}: manifest.json does not match its own hash")
     try:
         present = {p.name for p in path.iterdir()} - {"manifest.json", "pinned"}
@@ -1715,8 +1730,9 @@ def setup_distributed(cfg: Config) -> tuple[int, int, torch.device]:
     if kind == "cuda":
         if not torch.cuda.is_available():
             raise UserError("--device cuda: torch sees no CUDA device")
-        if local >= torch.cuda.device_count():
-            raise UserError(f"{local + 1} processes were started for {torch.cuda.device_count()} GPUs; lower --nproc_per_node")
+        here = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if here > torch.cuda.device_count():  # said on every rank: those with a GPU would wait for the others
+            raise UserError(f"{here} processes were started for {torch.cuda.device_count()} GPUs; lower --nproc_per_node")
         torch.cuda.set_device(local)
         if cfg.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise UserError(f"{torch.cuda.get_device_name(local)} has no native bf16; use --precision fp16")
@@ -1781,6 +1797,7 @@ class Trainer:
         self.metrics: Any = None
         self.wandb: WandbLog | None = None
         self.resume_from: Path | None = None
+        self.created = False  # whether this process made the run directory
         self.lock: Any = None
 
     # -- small things
@@ -1847,17 +1864,21 @@ class Trainer:
                 f"{available / 1e9:.1f} GB of host memory are free; staging a checkpoint takes {state_bytes / 1e9:.1f} GB: "
                 "use --checkpoint-every 0 or a machine with more memory"
             )
-        created = not run_dir.exists()
+        self.created = not run_dir.exists()
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self.lock = lock_run(run_dir, patience=30.0 if cfg.resume else 0.0)
             resume_from = find_checkpoint(cfg, run_dir, self.say) if cfg.resume else None
             (run_dir / "checkpoints").mkdir(exist_ok=True)
         except (OSError, UserError) as e:
-            if created:
-                shutil.rmtree(run_dir, ignore_errors=True)
-            raise e if isinstance(e, UserError) else UserError(f"{run_dir} cannot be written: {e.strerror or e}") from None
+            raise self.nothing_written(e) from None
         return resume_from
+
+    def nothing_written(self, e: OSError | UserError) -> UserError:
+        """Removes a run directory that this process made; returns what to tell the person."""
+        if self.created:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+        return e if isinstance(e, UserError) else UserError(f"{self.run_dir} cannot be written: {e.strerror or e}")
 
     def write_run_files(self, attention: str, compiled: bool) -> None:
         """config.json, env.json, the source, and the opened metrics.jsonl."""
@@ -1875,7 +1896,7 @@ class Trainer:
             if torn:
                 self.metrics.write("\n")
         except OSError as e:
-            raise UserError(f"{run_dir} cannot be written: {e.strerror or e}") from None
+            raise self.nothing_written(e) from None
 
     def data_record(self) -> dict[str, Any]:
         manifest = Path(self.cfg.data) / "manifest.json"
@@ -2144,7 +2165,7 @@ class Trainer:
         """Trains to the end. Returns Exit.OK or Exit.STOPPED; raises Halt for other ends."""
         cfg = self.cfg
         cadence, every = parse_cadence(cfg.checkpoint_every)
-        due = bool(cfg.val_every) and self.step % cfg.val_every == 0 or self.step == cfg.max_steps
+        due = (bool(cfg.val_every) and self.step % cfg.val_every == 0) or self.step == cfg.max_steps
         if due and self.val_step != self.step:  # at the start, or where a stop came before it
             self.validate()
         batches = self.loader.batches(self.step, cfg.max_steps)
@@ -2164,6 +2185,8 @@ class Trainer:
             elapsed = mark.elapsed_time(event) / 1000 if event is not None and mark is not None else now - clock
             clock, mark = now, event
             self.train_s += elapsed
+            if not (math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled())):
+                self.step, self.tokens = step - 1, (step - 1) * cfg.batch_tokens  # this update and later ones were not made
             if not math.isfinite(loss):
                 raise Halt(Exit.NON_FINITE, f"loss is {loss} at step {step}; the weights are those of step {step - 1}")
             if not math.isfinite(norm) and not self.scaler.is_enabled():
@@ -2200,7 +2223,7 @@ class Trainer:
             # What all ranks must agree on travels with the loss: a signal to stop, a wish to save, the time being up.
             due = cadence in ("auto", "seconds") and time.perf_counter() - last_save > (every or interval)
             wishes = [
-                float(bool(self.stop_signal)), float(self.main and (due and not self.checkpoints.busy() or self.checkpoints.must_stop())),
+                float(bool(self.stop_signal)), float(self.main and ((due and not self.checkpoints.busy()) or self.checkpoints.must_stop())),
                 float(self.main and bool(cfg.max_minutes) and self.train_s > cfg.max_minutes * 60),
             ]  # fmt: skip
             # torch.full, not a copy from the host: a copy from pageable memory would wait for the device.
