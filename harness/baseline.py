@@ -74,7 +74,7 @@ class Run:
 
     @property
     def dataset(self) -> str | None:
-        """The data set's name, from the result or else from a manifest that still fits it; None if unknown."""
+        """The data set's name, from the result or from a manifest that still fits it; None if unknown."""
         data = self.result.get("data", {})
         if data.get("dataset"):
             return str(data["dataset"])
@@ -159,7 +159,8 @@ def read_run(name: str | Path, *, finished: bool = True) -> Run:
     )
     if finished and not run.diverged and result["exit_reason"] != "finished":
         raise UserError(
-            f"{path} did not finish: {result['exit_reason']} at step {result['step']} of {result['max_steps']}; "
+            f"{path} did not finish: {result['exit_reason']} at step {result['step']} of "
+            f"{result['max_steps']}; "
             "resume it or train it again"
         )
     return run
@@ -179,7 +180,7 @@ def read_runs(names: Iterable[str | Path]) -> list[Run]:
     losses = {run.val_loss for run in runs if not run.diverged}
     if len(runs) > 1 and len(losses) == 1:
         raise UserError(
-            f"{len(runs)} seeds ended on the very same val loss {losses.pop()}: the seed does not reach the run"
+            f"{len(runs)} seeds ended on the same val loss {losses.pop()}: the seed does not reach the run"
         )
     return runs
 
@@ -468,9 +469,8 @@ def show(content: dict[str, Any]) -> None:
     for key, value in content.items():
         if key == "runs":
             for run in value:
-                print(
-                    f"seed {run['seed']:>6}  val_loss {run['val_loss']:.5f}  {run['tokens_per_s']:,.0f} tokens/s"
-                )
+                speed = f"{run['tokens_per_s']:,.0f} tokens/s"
+                print(f"seed {run['seed']:>6}  val_loss {run['val_loss']:.5f}  {speed}")
         elif key in ("commands", "history"):
             for item in value:
                 print(f"{key}: {item if isinstance(item, str) else json.dumps(item)}")
