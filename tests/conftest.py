@@ -23,9 +23,18 @@ def _restore_process(request: pytest.FixtureRequest) -> Iterator[None]:
     import torch
 
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-    threads, precision, generator = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.get_rng_state()
+    threads, precision, generator = (
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.get_rng_state(),
+    )
     switches = torch.backends.cuda
-    sdpa = [switches.flash_sdp_enabled(), switches.mem_efficient_sdp_enabled(), switches.math_sdp_enabled(), switches.cudnn_sdp_enabled()]
+    sdpa = [
+        switches.flash_sdp_enabled(),
+        switches.mem_efficient_sdp_enabled(),
+        switches.math_sdp_enabled(),
+        switches.cudnn_sdp_enabled(),
+    ]
     torch.set_num_threads(1)
     yield
     for s, handler in handlers.items():
@@ -33,7 +42,12 @@ def _restore_process(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(precision)
     torch.set_rng_state(generator)
-    setters = (switches.enable_flash_sdp, switches.enable_mem_efficient_sdp, switches.enable_math_sdp, switches.enable_cudnn_sdp)
+    setters = (
+        switches.enable_flash_sdp,
+        switches.enable_mem_efficient_sdp,
+        switches.enable_math_sdp,
+        switches.enable_cudnn_sdp,
+    )
     for enable, was in zip(setters, sdpa, strict=True):
         enable(was)
 
