@@ -11,6 +11,7 @@ all cores and the gain from the work itself can be told apart.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -185,15 +186,15 @@ def bench(tokens: int, workers: int, json_path: Path | None = None) -> int:
     here = [sys.executable, "-m"]
     results: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        corpora = {name: Path(scratch) / f"{name}.parquet" for name in ("whole", "quarter")}
-        write_corpus(corpora["whole"], tokens)
-        write_corpus(corpora["quarter"], tokens // 4)
+        corpora = {name: Path(scratch) / name / "train-00000.parquet" for name in ("whole", "quarter")}
+        for corpus, size in ((corpora["whole"], tokens), (corpora["quarter"], tokens // 4)):
+            corpus.parent.mkdir()
+            write_corpus(corpus, size)
 
-        def run_build(name: str, corpus: Path) -> None:
-            folder = Path(scratch) / name
-            command = [*here, "data", "build", "--files", str(corpus), "--out", str(folder)]
+        def run_build(name: str, *source: str) -> None:
+            command = [*here, "data", "build", *source, "--out", str(Path(scratch) / name)]
             command += ["--workers", str(workers), "--shard-tokens", str(SHARD_TOKENS)]
-            results[name] = measure(command, folder)
+            results[name] = measure(command, Path(scratch) / name)
 
         def run_plain(name: str, processes: int) -> None:
             folder = Path(scratch) / name
@@ -202,9 +203,12 @@ def bench(tokens: int, workers: int, json_path: Path | None = None) -> int:
             results[name] = measure(command, folder)
 
         run_plain("plain", plain_processes)
-        run_build("build", corpora["whole"])
+        run_build("build", "--files", str(corpora["whole"]))
         run_plain("plain, all cores", workers)
-        run_build("build, quarter", corpora["quarter"])
+        run_build("build, quarter", "--files", str(corpora["quarter"]))
+        if importlib.util.find_spec("datasets"):
+            run_build("datasets", "--dataset", str(corpora["whole"].parent))
+            run_build("datasets, quarter", "--dataset", str(corpora["quarter"].parent))
         if not _same_tokens(Path(scratch) / "plain", Path(scratch) / "build"):
             raise user_error(
                 "build and the plain loop wrote different tokens: one of them is wrong, please report it"
@@ -217,10 +221,13 @@ def bench(tokens: int, workers: int, json_path: Path | None = None) -> int:
         )
     ratio = results["build"].tokens_per_s / results["plain"].tokens_per_s
     equal = results["build"].tokens_per_s / results["plain, all cores"].tokens_per_s
-    growth = results["build"].peak_bytes / results["build, quarter"].peak_bytes
     print(f"build is {ratio:.2f}x as fast as the plain loop with its {plain_processes} process, ", end="")
     print(f"{equal:.2f}x with {workers} processes on both sides")
-    print(f"memory at four times the text: {growth:.2f}x")
+    growth = {}
+    for name in ("build", "datasets"):
+        if name in results:
+            growth[name] = results[name].peak_bytes / results[f"{name}, quarter"].peak_bytes
+            print(f"memory of {name} at four times the text: {growth[name]:.2f}x")
     if json_path is not None:
         rows = {name: asdict(run) for name, run in results.items()}
         summary = {"processor": processor(), "cores": cores, "ratio": ratio, "ratio_all_cores": equal}
