@@ -2303,8 +2303,8 @@ class Trainer:
         return interval
 
     def finish(self, code: Exit, reason: str) -> None:
-        """Weights, result.json, and whatever must come after everything is written."""
-        if not self.main:
+        """Weights, result.json, and whatever must come after everything is written; nothing for a run that never began."""
+        if not self.main or self.lock is None:
             return
         cfg = self.cfg
         done = code in (Exit.OK, Exit.STOPPED)
