@@ -102,6 +102,7 @@ def score_batch(
     inputs = np.zeros((len(rows), length), dtype=np.int64)
     positions, targets, starts = [], [], [0]
     for r, (tokens, scored) in enumerate(rows):
+        assert 0 < scored < len(tokens), "nothing to predict, or nothing to predict it from"
         inputs[r, : len(tokens) - 1] = tokens[:-1]
         last = r * length + len(tokens) - 1
         positions.append(np.arange(last - scored, last))
@@ -169,6 +170,7 @@ def score_exactly(
     net: GPT,
     groups: Sequence[Sequence[Request]],
     margin: Callable[[Scores], np.ndarray],
+    tolerance: float = 0.25,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
     """bfloat16 for all, then float32 for every group whose choice bfloat16 could have changed.
@@ -184,7 +186,7 @@ def score_exactly(
     nll = scores.nll.copy()
     distance = margin(scores)
     exact = np.zeros(len(groups), dtype=bool)
-    tolerance, error = 0.25, 0.0
+    error = 0.0
     near = np.argsort(distance, kind="stable")[:NEAREST]
     while True:
         again = np.union1d(near, np.flatnonzero(distance < tolerance))
