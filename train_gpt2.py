@@ -160,6 +160,10 @@ class Config:
         "owner", "several ranks. ddp: all replicated. owner: each Muon matrix updated by one rank. zero1: AdamW too"
     )
     ddp_bucket_mb: int = opt(25, "DDP gradient bucket size in MB")
+    reduce_precision: Literal["fp32", "bf16"] = opt("fp32", "type in which gradients travel between ranks (ddp, owner, zero1)")
+    recompute: Literal["off", "selective", "block"] = opt(
+        "off", "activations computed again in the backward pass. selective: never attention, every second matrix product"
+    )
     threads: int = opt(0, "CPU threads per rank, recorded; 0: all cores over the ranks")
     deterministic: bool = opt(False, "bit-equal repetition on CUDA, at some cost in speed")
     comm_timeout: float = opt(120.0, "seconds without an answer after which a rank counts as lost")
@@ -181,7 +185,7 @@ class Config:
 
 # Fields that say how or where a run executes, not what it learns.
 EXECUTION_FIELDS = frozenset(
-    "run_dir seed device compile attention parallel ddp_bucket_mb threads deterministic comm_timeout micro_batch val_batch "
+    "run_dir seed device compile attention parallel ddp_bucket_mb recompute threads deterministic comm_timeout micro_batch val_batch "
     "checkpoint_every keep resume mirror mtbf_hours spot_mtbf_hours on_save_error wandb on_finish on_finish_when "
     "data max_minutes".split()
 )
@@ -544,6 +548,46 @@ class Block(nn.Module):
 
 def make_norm(cfg: Config) -> nn.Module:
     return RMSNorm() if cfg.norm == "rms" else LayerNorm(cfg.n_embd, bias=cfg.bias)
+
+
+def selective_contexts() -> Any:
+    """Policy of selective recomputation: saved are every attention, whatever its backend, and every second matrix product.
+
+    torch's own list of compute-intensive operators lacks the cuDNN and CPU attentions; math attention is bmm and softmax.
+    """
+    from torch._functorch.partitioners import get_default_op_list
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    linear = {aten.mm, aten.addmm}
+    keep = {*get_default_op_list().compute_intensive_ops, aten._softmax, aten._safe_softmax, torch.ops.higher_order.flex_attention}
+    keep |= {getattr(aten, name) for name in dir(aten) if name.startswith("_scaled_dot_product") and not name.endswith("backward")}
+    # Forward and recomputation count apart: with one counter, an odd number of products would swap their roles.
+    products = {False: 0, True: 0}
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        packet = getattr(op, "overloadpacket", op)
+        if packet in linear:
+            products[ctx.is_recompute] += 1
+            if products[ctx.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if packet in keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def recomputing(forward: Callable[..., Tensor], how: str) -> Callable[..., Tensor]:
+    """A block's forward whose activations are computed again in the backward pass (there is no dropout to replay)."""
+    from torch.utils.checkpoint import checkpoint
+
+    more = {"context_fn": selective_contexts} if how == "selective" else {}
+
+    def run(*args: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return forward(*args)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **more)
+
+    return run
 
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -977,7 +1021,7 @@ class Optimizer:
                     self.adam.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
         # Gradient reduction in the backward pass, in one fixed order: last parameter first. Small ones go together.
-        self.works: list[tuple[Any, Tensor]] = []
+        self.works: list[tuple[Any, Tensor, Tensor]] = []
         self.order = [n for n in reversed(self.params) if self.params[n].numel() >= 65_536]
         self.small = [n for n in self.params if self.params[n].numel() < 65_536]
         self.ready: set[str] = set()
@@ -1001,11 +1045,12 @@ class Optimizer:
     def _reduce(self, name: str) -> None:
         grad = self.params[name].grad
         assert grad is not None
+        sent = grad.bfloat16() if self.cfg.reduce_precision == "bf16" else grad
         if name in self.owner:
-            work = dist.reduce(grad, dst=self.owner[name], async_op=True)
+            work = dist.reduce(sent, dst=self.owner[name], async_op=True)
         else:
-            work = dist.all_reduce(grad, async_op=True)
-        self.works.append((work, grad))
+            work = dist.all_reduce(sent, async_op=True)
+        self.works.append((work, sent, grad))
 
     def finish_gradients(self, control: Tensor) -> Tensor:
         """Completes the reductions. Returns the global gradient norm; adds up `control` (a small fp32 vector) over the ranks.
@@ -1022,8 +1067,10 @@ class Optimizer:
                 dist.all_reduce(flat)
                 for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
                     g.copy_(part.view_as(g))
-            for work, _ in self.works:
+            for work, sent, grad in self.works:
                 work.wait()
+                if sent is not grad:
+                    grad.copy_(sent)
             self.works.clear()
         squares = torch.zeros((), device=control.device)
         for owned in (True, False):
@@ -1935,6 +1982,9 @@ class Trainer:
             signal.signal(signal.SIGTERM, self.on_signal)
 
         self.model = GPT(cfg).to(device)
+        if cfg.recompute != "off":
+            for block in self.model.blocks:
+                block.forward = recomputing(block.forward, cfg.recompute)
         if compiled:
             torch._dynamo.config.recompile_limit = 64  # blocks with and without skips and value embeddings, train and val
             for block in self.model.blocks:  # blocks of one kind share one compilation
@@ -1946,6 +1996,10 @@ class Trainer:
                 self.model, device_ids=[device.index] if device.type == "cuda" else None, bucket_cap_mb=cfg.ddp_bucket_mb,
                 gradient_as_bucket_view=True, broadcast_buffers=False,
             )  # fmt: skip
+            if cfg.reduce_precision == "bf16":
+                from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+                self.ddp.register_comm_hook(None, bf16_compress_hook)
         self.optimizer = Optimizer(self.model, cfg, self.rank, self.world, compiled and device.type == "cuda")
         self.bad = torch.zeros((), dtype=torch.bool, device=device)  # sticky: set by the first non-finite loss or gradient
         # fp16: torch's GradScaler decides the scale from the one number that is non-finite if any gradient is.
