@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +27,24 @@ def choices_right(rows: list[dict[str, Any]], metric: str) -> np.ndarray:
     return np.array([row[f"choice_{metric}"] == row["label"] for row in rows])
 
 
+def current(run: Path, path: Path) -> dict[str, Any] | None:
+    """A result kept next to `run`, or None; raises UserError if the run has other weights by now."""
+    summary = common.read_summary(path)
+    weights = read_run(run)["result"].get("weights_sha256")
+    if summary and weights and summary["model"]["weights_sha256"] != weights:
+        raise UserError(f"{path} was measured on other weights than the run has now; evaluate {run} again")
+    return summary
+
+
 def common_rows(a: Path, b: Path, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]] | None:
-    """Both runs' per-example rows of NAME.jsonl, cut to the examples that both have; None where either
-    has none.
-    """
-    summaries = [common.read_summary(run / f"{name}.json") for run in (a, b)]
-    if not summaries[0] or not summaries[1] or not all((run / f"{name}.jsonl").is_file() for run in (a, b)):
+    """Rows of both NAME.jsonl, cut to the examples that both have; None where either has none."""
+    first, second = (current(run, run / f"{name}.json") for run in (a, b))
+    if not first or not second or not all((run / f"{name}.jsonl").is_file() for run in (a, b)):
         return None
-    if summaries[0]["data_sha256"] != summaries[1]["data_sha256"]:
+    if first["data_sha256"] != second["data_sha256"]:
         raise UserError(f"{name}: {a} and {b} were scored on different files; score both again")
     tables = [{row["index"]: row for row in common.read_lines(run / f"{name}.jsonl")} for run in (a, b)]
     shared = sorted(tables[0].keys() & tables[1].keys())
-    if not shared:
-        return None
     return [tables[0][i] for i in shared], [tables[1][i] for i in shared]
 
 
@@ -80,7 +84,7 @@ def compare_losses(a: Path, b: Path) -> list[dict[str, Any]]:
     """Every val-*.json protocol that both runs have, paired block by block of the same text."""
     tables = []
     for run in (a, b):
-        measured = [common.read_summary(path) for path in sorted(run.glob("val-*.json"))]
+        measured = [current(run, path) for path in sorted(run.glob("val-*.json"))]
         tables.append({protocol_key(m["protocol"]): m for m in measured if m})
     out = []
     for key in sorted(tables[0].keys() & tables[1].keys()):
@@ -106,8 +110,10 @@ def describe(row: dict[str, Any]) -> str:
     if d is None:
         return line
     line += f" {scale * d['value']:>+9.{digits}f}"
-    if math.isfinite(d["low"]):
+    if d["low"] is not None:
         line += f"  95% {scale * d['low']:+.{digits}f} to {scale * d['high']:+.{digits}f}"
+    if "examples" in row:
+        line += f"  n={row['examples']:,}"
     if "mcnemar_exact_p" in row:
         line += f"  p={row['mcnemar_exact_p']:.3f} ({row['only_a']} only A, {row['only_b']} only B)"
     return line
@@ -129,7 +135,7 @@ def draw(a: Path, b: Path, rows: list[dict[str, Any]], path: Path) -> list[Path]
     left.set(xlabel="tokens", ylabel="val loss (nats per token)")
     left.grid(alpha=0.3)
     left.legend()
-    shown = [r for r in rows if "difference" in r and math.isfinite(r["difference"]["low"])]
+    shown = [r for r in rows if "difference" in r and r["difference"]["low"] is not None]
     for y, row in enumerate(shown):
         d = row["difference"]
         # Nats and shares on one axis: each in units of its own standard error.
@@ -143,7 +149,7 @@ def draw(a: Path, b: Path, rows: list[dict[str, Any]], path: Path) -> list[Path]
     right.axvline(0, color="gray", linewidth=1)
     right.set_yticks(range(len(shown)), [r["name"] for r in shown])
     right.set(
-        xlabel=f"{b.name} minus {a.name}, in standard errors (95% interval)", ylim=(-0.5, len(shown) - 0.5)
+        xlabel=f"{b.name} minus {a.name}, in standard errors (95% interval)", ylim=(-0.5, max(len(shown), 1) - 0.5)
     )
     right.invert_yaxis()
     written = [path.with_suffix(s) for s in (".png", ".svg")]

@@ -20,8 +20,9 @@ class Estimate:
     high: float
     count: int
 
-    def to_json(self) -> dict[str, float]:
-        return asdict(self)
+    def to_json(self) -> dict[str, float | None]:
+        """Fields by name; None for what one observation cannot say."""
+        return {k: v if math.isfinite(v) else None for k, v in asdict(self).items()}
 
     def __str__(self) -> str:
         return f"{self.value:.4f} ± {self.se:.4f} (95% {self.low:.4f} to {self.high:.4f})"

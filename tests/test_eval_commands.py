@@ -150,6 +150,22 @@ def test_compare_never_sets_different_protocols_side_by_side(tmp_path: Path, run
     assert found["same_val_protocol"] is False and found["rows"] == []
 
 
+def test_compare_refuses_results_of_other_weights(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hellaswag", str(run), "--limit", "1", "--device", "cpu"]) == 0
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps(result | {"weights_sha256": "0" * 64}))
+    capsys.readouterr()
+    assert main(["compare", str(run), str(run)]) == 2
+    assert "was measured on other weights" in capsys.readouterr().err
+
+
+def test_one_example_has_no_interval(run: Path, tmp_path: Path) -> None:
+    assert main(["hellaswag", str(run), "--limit", "1", "--device", "cpu"]) == 0
+    assert main(["compare", str(run), str(run), "--save", str(tmp_path / "c.json")]) == 0
+    rows = {r["name"]: r for r in read_json(tmp_path / "c.json")["rows"]}
+    assert rows["HellaSwag llmc acc"]["difference"]["low"] is None
+
+
 def test_bench_compares_with_the_loop(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
     assert (
