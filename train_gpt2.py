@@ -2208,6 +2208,7 @@ class Trainer:
             self.spike_rows = [*self.spike_rows, [loss, norm]][-cfg.spike_window :]
             return False
         if cfg.spike == "halt" or self.last_spike < 0 or self.step - self.last_spike > cfg.spike_window:
+            self.checkpoints.wait()
             if self.main:
                 self.checkpoints.pin(f"before the spike at step {self.step + 1}: {said}")
             self.save()

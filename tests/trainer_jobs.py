@@ -124,8 +124,8 @@ class Job:
         return self.log.read_text() if self.log.exists() else ""
 
 
-def run(argv: Sequence[str], world: int = 1, code: int = 0, **environment: str) -> str:
+def run(argv: Sequence[str], world: int = 1, code: int = 0, timeout: float = 120) -> str:
     """One training to its end; returns what it printed."""
-    job = Job(argv, world, **environment)
-    assert job.wait() == code, job.output()
+    job = Job(argv, world)
+    assert job.wait(timeout) == code, job.output()
     return job.output()
