@@ -649,5 +649,6 @@ def attach_to_wandb(run: Run, page: Path, mode: Any) -> None:
         score = read_json(path)
         for key in ("acc", "acc_norm", "acc_norm_stderr"):
             session.summary[f"{path.stem}/{key}"] = score[key]
-    session.log({"report": wandb.Html(page.read_text())})
+    # After the last step, or the server would drop it as older than what it has.
+    session.log({"report": wandb.Html(page.read_text())}, step=(run.train or run.val)[-1]["step"] + 1)
     session.finish()

@@ -50,6 +50,12 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "--recipe", help="recipe of train_gpt2.py; default: speedrun on a GPU, sample on a CPU"
     )
     parser.add_argument("--gpus", type=int, help="GPUs of this machine to train on; default: all")
+    parser.add_argument(
+        "--hellaswag",
+        type=int,
+        metavar="N",
+        help=f"HellaSwag examples (default: all 10,042 on a GPU, {CPU_HELLASWAG_LIMIT} on a CPU)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
 
 
@@ -78,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name:9s} {text}")
     prepare = data_command(cfg)
     print(f"data      {cfg.data}: {'ready' if prepare is None else 'to be prepared'}")
-    on_gpu = bool(gpus)
-    limit = [] if on_gpu else ["--limit", str(CPU_HELLASWAG_LIMIT)]
+    examples = args.hellaswag or (None if gpus else CPU_HELLASWAG_LIMIT)
+    limit = [] if examples is None else ["--limit", str(examples)]
     evaluations = {"val": ["val", str(run_dir)], "hellaswag": ["hellaswag", str(run_dir), *limit]}
 
     if args.dry_run:

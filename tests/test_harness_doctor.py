@@ -26,7 +26,8 @@ MACHINE = Machine(
     collective_backend="nccl", shared_memory=2**34, open_files=65536, disk_free=10**12, disk_speed=2e9,
 )  # fmt: skip
 CONFIG = {
-    "recipe": "gpt2", "device": "auto", "precision": "bf16", "compile": "auto", "attention": "auto", "parallel": "ddp",
+    "recipe": "gpt2", "device": "auto", "precision": "bf16", "compile": "auto", "attention": "auto",
+    "parallel": "ddp",
     "optimizer": "adamw", "lr": 6e-4, "warmup_steps": 700, "clip": 1.0, "keep": 2, "checkpoint_every": "auto",
     "mirror": "", "max_steps": 19560, "batch_tokens": 524288, "micro_batch": 64, "seq_len": 1024, "epochs": 1,
     "deterministic": False, "data": "data/fineweb10B", "on_finish": "",
@@ -111,7 +112,8 @@ RIGHT = {
     "rented with a stop": case({"rented": "RUNPOD_POD_ID"}, {"on_finish": "sudo poweroff"}),
     "epochs allowed": case(config={"epochs": 103}, train_tokens=100_000_000),
     "a secret by its name only": case(
-        config={"on_finish": "curl -H \"Authorization: Bearer $KEY\" x"}, environment={"API_KEY": "abcdefgh1234"}
+        config={"on_finish": "curl -H \"Authorization: Bearer $KEY\" x"},
+        environment={"API_KEY": "abcdefgh1234"},
     ),
 }  # fmt: skip
 
@@ -243,8 +245,15 @@ def test_a_json_file_of_fields(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "argv",
-    [["no-such-thing"], ["broken.json"], ["list.json"], ["--", "--keep", "3"], ["broken.json", "--", "--keep", "3"], ["sample", "--", "--keep", "1"]],
-)  # fmt: skip
+    [
+        ["no-such-thing"],
+        ["broken.json"],
+        ["list.json"],
+        ["--", "--keep", "3"],
+        ["broken.json", "--", "--keep", "3"],
+        ["sample", "--", "--keep", "1"],
+    ],
+)
 def test_bad_input_is_one_line(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.json").write_text("{")
