@@ -33,7 +33,7 @@ from harness.stats import replace_section
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests" / "regress_faults.json"
 PAGE = ROOT / "docs" / "regress.md"
-BASELINE_SEEDS = range(20)
+BASELINE_SEEDS = range(15)
 FRESH_SEEDS = range(100, 120)
 FAULT_SEEDS = (200, 201, 202)
 

@@ -1,6 +1,7 @@
 """The regression check: verdicts, refusals, sequential looks, watch, warnings, throughput, real runs."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import regress_faults
 from regress_support import (
     BATCH,
     DEVIATION,
@@ -23,6 +25,7 @@ from scipy import stats as sp
 from train_support import TINY, write_shards
 
 from harness.baseline import load
+from harness.regress import SAMPLE_FLAGS
 from harness.stats import Verdict
 from harness.suspect import shared
 from harness.watch import Watcher, follow
@@ -38,6 +41,12 @@ def base(tmp_path_factory) -> Path:
 
 def runs_of(root: Path, seeds, **change) -> list[Path]:
     return [write_run(root / f"run-{seed}", seed, **change) for seed in seeds]
+
+
+def ending(root: Path, folder: Path, offsets) -> list[Path]:
+    """Runs whose final losses lie this far from the baseline's mean."""
+    mean = load("base", folder)["mean"]
+    return [write_run(root / str(i), 60 + i, val=[10.8, mean + d]) for i, d in enumerate(offsets)]
 
 
 def check(folder: Path, runs, *options, name="base") -> int:
@@ -83,11 +92,14 @@ def test_verdict_and_exit_code(tmp_path, base, capsys, question, shift, expected
 
 
 def test_too_little_evidence_is_inconclusive_and_says_how_many_seeds_would_do(tmp_path, base):
-    runs = runs_of(tmp_path, (60, 61))
-    assert check(base, runs, "--margin", "0.002") == Verdict.INCONCLUSIVE
+    runs = ending(tmp_path, base, (DEVIATION, -DEVIATION))  # on the baseline's mean
+    assert check(base, runs, "--margin", "0.0025") == Verdict.INCONCLUSIVE
     found = verdict_of(runs[0])
-    assert found["seeds_needed"] > 2 or "no number of new seeds" in found["reason"]
-    assert check(base, runs, "--margin", "0.004", "--out", tmp_path / "other") in (0, 3)
+    assert 5 < found["seeds_needed"] < 50
+    assert f"about {found['seeds_needed'] - 2} more seeds" in found["reason"]
+    assert check(base, runs, "--margin", "0.0005", "--out", tmp_path / "tight") == Verdict.INCONCLUSIVE
+    tight = json.loads((tmp_path / "tight.json").read_text())
+    assert tight["seeds_needed"] is None and "the baseline would need more" in tight["reason"]
 
 
 def test_one_run_is_judged_by_the_baselines_deviation(tmp_path, base):
@@ -265,7 +277,7 @@ def test_looks_are_declared_and_kept(tmp_path, base, capsys):
 
 
 def test_an_unplanned_second_look_is_said(tmp_path, base, capsys):
-    runs = runs_of(tmp_path, (60, 61, 62))
+    runs = ending(tmp_path, base, (DEVIATION, -DEVIATION, 0.0))
     assert check(base, runs[:2], "--margin", "0.001") == Verdict.INCONCLUSIVE
     check(base, runs, "--margin", "0.001")
     assert "more than alpha" in verdict_of(runs[0])["notes"][0]
@@ -283,7 +295,7 @@ def append_val(run: Path, index: int, loss: float) -> None:
 
 
 def test_watch_follows_a_growing_run_and_stops_it_early(tmp_path, base):
-    good = val_curve(77)
+    good = [float(loss) for loss in np.mean([val_curve(seed) for seed in range(10)], axis=0)]
     run = write_run(tmp_path / "live", 77, val=good[:2], train=[5.0] * 10, finished=False)
     # A run that still goes has no result: what it will say is worked out from its config and data.
     said: list[str] = []
@@ -512,3 +524,54 @@ def test_real_runs_through_record_regress_exact_and_watch(tmp_path, capsys):
     assert process.wait() == 0
     assert "ALARM at step" in capsys.readouterr().out
     assert check(folder, [tmp_path / "broken"], name="tiny") == Verdict.FAIL
+
+
+# --- injected faults ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", regress_faults.FAULTS)
+def test_every_fault_still_goes_into_the_trainer(name):
+    """The kept runs were made by these patches: each still applies, and changes what it says."""
+    import train_gpt2
+
+    fault = regress_faults.FAULTS[name]
+    source = (ROOT / "train_gpt2.py").read_text()
+    clean = train_gpt2.parse_args(["sample", *SAMPLE_FLAGS])
+    faulty = train_gpt2.parse_args(["sample", *SAMPLE_FLAGS, *fault.flags])
+    patched = regress_faults.patched_source(fault, source)
+    compile(patched, name, "exec")
+    assert (faulty != clean) + (patched != source) + fault.val_is_train == 1  # one fault, and only one
+
+
+def test_faults_and_fresh_seeds_as_the_page_says():
+    """Every fault has its row, made of kept runs; no check raised more false alarms than chance allows."""
+    kept = regress_faults.read_kept()
+    assert len(kept["runs"]) == len(regress_faults.FAULTS) * 3 + 20
+    page = regress_faults.PAGE.read_text()
+    section = page.split("<!-- faults -->")[1].split("<!-- /faults -->")[0]
+    for fault in regress_faults.FAULTS.values():
+        assert f"| {fault.what} |" in section
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.endswith("% |")]
+    for what, alarms, of, rate, _bound in rows:
+        bound = sp.binom.ppf(0.98, int(of), float(rate.strip(" %")) / 100)
+        assert int(alarms) <= bound, what
+    assert len(rows) >= 5
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_the_fault_table_follows_from_the_kept_runs():
+    assert regress_faults.table(regress_faults.read_kept()) in regress_faults.PAGE.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+def test_make_regress(tmp_path):
+    """Three seeds trained here on the short schedule are judged against the committed baseline, and pass."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "harness", "regress", "--run-sample"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
+    assert done.returncode == Verdict.PASS, done.stdout.decode()[-2000:] + done.stderr.decode()[-2000:]
+    print(f"{time.monotonic() - began:.0f} s")
