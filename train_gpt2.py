@@ -725,7 +725,6 @@ try:
 except ImportError:  # a CPU build of torch has no Triton; the plain form below runs everywhere
     triton = None
 
-FP8_GRAD_GAIN = 2.0**14  # token gradients lie in [-1, 1]; float8_e5m2 reaches 57,344 and 1.5e-5
 HEAD_CHUNK = {"cuda": 65_536, "cpu": 256}  # tokens whose logits exist at once; 65,536 x 50,304 bf16 is 6.6 GB
 
 if triton is not None:
@@ -738,8 +737,8 @@ if triton is not None:
 
     @triton.jit
     def _cross_entropy_kernel(
-        z_ptr, target_ptr, nll_ptr, g8_ptr, cap, V, width,
-        HAS_CAP: tl.constexpr, GRAD: tl.constexpr, FP8: tl.constexpr, FP8_GAIN: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
+        z_ptr, target_ptr, nll_ptr, cap, V, width,
+        HAS_CAP: tl.constexpr, GRAD: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """One program per token: the loss by a logsumexp kept per lane, then the logits are overwritten by their gradient.
 
@@ -748,8 +747,6 @@ if triton is not None:
         LOG2E: tl.constexpr = 1.4426950408889634
         row = tl.program_id(0).to(tl.int64)
         z_ptr += row * width
-        if FP8:
-            g8_ptr += row * width
         lane = tl.arange(0, BLOCK)
         top = tl.full((BLOCK,), -1e30, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
@@ -787,22 +784,18 @@ if triton is not None:
                     grad = tl.exp2(z * LOG2E - lse) - tl.where(col == target, 1.0, 0.0)
                 grad = tl.where((col < V) & valid, grad, 0.0)
                 tl.store(z_ptr + col, grad.to(z_ptr.dtype.element_ty), mask=col < width)
-                if FP8:
-                    tl.store(g8_ptr + col, (grad * FP8_GAIN).to(g8_ptr.dtype.element_ty), mask=col < width)
 
 
-def cross_entropy_(z_NV: Tensor, targets_N: Tensor, vocab: int, cap: float, grad: bool, g8_NV: Tensor | None = None) -> Tensor:
+def cross_entropy_(z_NV: Tensor, targets_N: Tensor, vocab: int, cap: float, grad: bool) -> Tensor:
     """Token losses (N,) fp32 from raw head outputs (N, V padded); with `grad`, z becomes d(sum of losses)/dz in place.
 
-    Ids from `vocab` on are masked out; a target of -1 has no loss and no gradient. g8 (CUDA only) takes a second copy of the
-    gradient in float8_e5m2, times FP8_GRAD_GAIN.
+    Ids from `vocab` on are masked out; a target of -1 has no loss and no gradient.
     """
     nll_N = torch.empty(len(z_NV), dtype=torch.float32, device=z_NV.device)
     if z_NV.is_cuda and triton is not None:
         _cross_entropy_kernel[(len(z_NV),)](
-            z_NV, targets_N, nll_N, z_NV if g8_NV is None else g8_NV, cap, vocab, z_NV.size(1),
-            HAS_CAP=cap > 0, GRAD=grad, FP8=g8_NV is not None, FP8_GAIN=FP8_GRAD_GAIN, FAST=grad, BLOCK=4096, num_warps=8,
-        )  # fmt: skip
+            z_NV, targets_N, nll_N, cap, vocab, z_NV.size(1), HAS_CAP=cap > 0, GRAD=grad, FAST=grad, BLOCK=4096, num_warps=8
+        )
         return nll_N
     for rows in range(0, len(z_NV), 32):  # few rows at a time stay in the processor's cache
         part, target = z_NV[rows : rows + 32], targets_N[rows : rows + 32]
@@ -840,8 +833,8 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 class HeadLoss(torch.autograd.Function):
     """Sum of cross entropies of softcap(x @ W.T): (N, C), (V, C) -> scalar. Gradients are made in the forward pass.
 
-    With fp8 the logits and the gradient of x are fp8 products (inputs e4m3, gradients e5m2, one scale a tensor, as in
-    modded-nanogpt record 19); the gradient of W stays a bf16 product, where fp8 would need transposed copies.
+    With fp8 the logits are an fp8 product (e4m3, one scale a tensor). The backward stays in bf16: fp8 gradients were measured
+    to save nothing once their extra copies are paid for.
     """
 
     @staticmethod
@@ -854,18 +847,16 @@ class HeadLoss(torch.autograd.Function):
         step = HEAD_CHUNK[x_NC.device.type]
         if fp8:
             (x8, x_scale), (w8, w_scale) = to_fp8(x_NC), to_fp8(w)
-            w8_columns, g_scale = w8.T.contiguous().T, torch.full_like(w_scale, 1 / FP8_GRAD_GAIN)
         for start in range(0, len(x_NC), step):
             x = x_NC[start : start + step]
-            z = torch._scaled_mm(x8[start : start + step], w8.T, x_scale, w_scale, out_dtype=x.dtype, use_fast_accum=True) if fp8 else x @ w.T
-            g8 = torch.empty(z.shape, dtype=torch.float8_e5m2, device=z.device) if fp8 and grad else None
-            loss += cross_entropy_(z, targets_N[start : start + step], vocab, cap, grad, g8).sum()
+            if fp8:
+                z = torch._scaled_mm(x8[start : start + step], w8.T, x_scale, w_scale, out_dtype=x.dtype, use_fast_accum=True)
+            else:
+                z = x @ w.T
+            loss += cross_entropy_(z, targets_N[start : start + step], vocab, cap, grad).sum()
             if grad:
                 assert dx is not None
-                if g8 is not None:
-                    dx[start : start + step] = torch._scaled_mm(g8, w8_columns, g_scale, w_scale, out_dtype=x.dtype)
-                else:
-                    torch.mm(z, w, out=dx[start : start + step])
+                torch.mm(z, w, out=dx[start : start + step])
                 part = _mm_fp32(z.T, x)
                 dw = part if dw is None else dw.add_(part)
         ctx.save_for_backward(dx, dw)
