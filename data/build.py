@@ -91,7 +91,17 @@ def encode_in_order(batches: Iterator[Batch], workers: int) -> Generator[tuple[B
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
     waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
     try:
-        for batch in batches:
+        failure: Exception | None = None
+        while True:
+            try:
+                batch = next(batches, None)
+            except (
+                Exception
+            ) as error:  # what was read before it is still written, and saved for the next build
+                failure = error
+                break
+            if batch is None:
+                break
             waiting.append((batch, pool.submit(encode_batch, batch.texts)))
             if len(waiting) >= 4 * workers:
                 first, future = waiting.popleft()
@@ -99,6 +109,8 @@ def encode_in_order(batches: Iterator[Batch], workers: int) -> Generator[tuple[B
         while waiting:
             first, future = waiting.popleft()
             yield first, future.result()
+        if failure is not None:
+            raise failure
     except BrokenProcessPool:
         raise user_error(
             "a tokenizer process died, most likely for lack of memory; run the same command again with fewer "
@@ -157,6 +169,20 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Have `folder`; if it was not there and nothing came into it before an error, it goes again."""
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # not empty: whole shards to go on from
+            if new:
+                folder.rmdir()
+        raise
 
 
 def shard_name(prefix: str, index: int) -> str:
@@ -313,8 +339,7 @@ def build(
     identity |= {"shard_tokens": shard_tokens, "max_tokens": max_tokens}
     identity |= {"rank_sha256": RANK_SHA256, "code_version": CODE_VERSION}
     prefix = re.sub(r"[^a-z0-9-]+", "_", Path(identity["dataset"]).name.lower())
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
+    with _made(folder), locked(folder):
         progress = _begin(folder, identity)
         if progress is None:
             manifest = read_manifest(folder)

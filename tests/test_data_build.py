@@ -235,6 +235,17 @@ def test_resumed_behind_every_shard(
     _resume_everywhere(LocalFiles([str(write_jsonl(tmp_path / "odd.jsonl", texts))]), tmp_path, shard_tokens)
 
 
+def test_what_was_read_before_an_error_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data.sources, "BATCH_CHARACTERS", 10)
+    path = write_jsonl(tmp_path / "a.jsonl", ["some text"] * 50)
+    good = path.read_bytes()
+    path.write_bytes(good + b"{\n")
+    with pytest.raises(UserError, match="not a line of JSON"):
+        build(LocalFiles([str(path)]), tmp_path / "out", 1, 20)
+    assert len(list_shards(tmp_path / "out")) == 150 // 20  # 3 tokens a document, and no part of a shard
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
 def test_token_limit_ends_with_a_whole_document(tmp_path: Path) -> None:
     texts = [f"number {i} and so on" for i in range(100)]
     path = write_jsonl(tmp_path / "n.jsonl", texts)
@@ -351,7 +362,7 @@ def test_wrong_lines(tmp_path: Path, lines: str, says: str) -> None:
     (tmp_path / "x.jsonl").write_text(lines)
     with pytest.raises(UserError, match=says):
         build(LocalFiles([str(tmp_path / "x.jsonl")]), tmp_path / "out", 1, 1000)
-    assert [name for name in contents(tmp_path / "out") if name.endswith(".bin")] == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_wrong_files(tmp_path: Path) -> None:

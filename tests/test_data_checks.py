@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_data_helpers import run_data
 
 from data.__main__ import main
 from data.checks import Lengths, document_lengths, documents, verify
@@ -213,11 +212,15 @@ def test_leak_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [(m.train_document, m.exact, m.share) for m in leak.matches] == [(4, False, 278 / 288)]
 
 
-def test_leak_on_the_command_line(tmp_path: Path) -> None:
+def test_leak_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = list(range(100, 200))
     folder = make_set(tmp_path, [[50256, *page, 50256, 1], [50256, *page]])
-    done = run_data("leak", folder, folder)
-    assert done.returncode == 0, done.stderr
-    assert "exact: 1 documents in train, 101 tokens, 98.058% of val" in done.stdout
-    done = run_data("leak", folder / "x_train_000001.bin", folder / "x_val_000000.bin", "--near", "2")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert main(["leak", str(folder), str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "exact: 1 documents in train, 101 tokens, 98.058% of val" in out
+    assert "val document 0 (101 tokens) equals train document 0" in out
+    shards = [str(folder / "x_train_000001.bin"), str(folder / "x_val_000000.bin")]
+    assert main(["leak", *shards]) == 0
+    assert capsys.readouterr().out == out
+    assert main(["leak", *shards, "--near", "2"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

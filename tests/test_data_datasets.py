@@ -181,6 +181,9 @@ def built(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         code, _, err = running(*args[:5], *("--out", out.parent / "no"), *change)
         assert code == 2 and says in err and err.startswith("error: ") and err.count("\n") == 1, err
+    code, _, err = running("fetch", "fineweb10B", "--out", out.parent / "no")
+    assert code == 2 and "HF_HUB_OFFLINE is set" in err and err.count("\n") == 1
+    assert not (out.parent / "no").exists()
     running.close()
     return out
 
@@ -307,7 +310,7 @@ def test_sources_compared_with_the_hub_s_hash(
     code, _, err = console(*checked, tmp_path / "b")
     assert code == 2 and FILE in err and "sha256" in err and err.count("\n") == 1
     left = [p for p in (tmp_path / "b").iterdir() if p.suffix == ".bin"]
-    assert all(p.read_bytes() == (tmp_path / "a" / p.name).read_bytes() for p in left)
+    assert left and all(p.read_bytes() == (tmp_path / "a" / p.name).read_bytes() for p in left)
     hub.faults.clear()
     assert console(*checked, tmp_path / "b")[0] == 0
     assert {p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()} == {

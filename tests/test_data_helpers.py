@@ -250,7 +250,7 @@ import contextlib, io, json, os, sys
 import data.hub, huggingface_hub.constants
 from data.__main__ import main
 
-data.hub.FIRST_WAIT_S = 0.05  # shorter waits between tries, the same number of them
+data.hub.FIRST_WAIT_S = 0.01  # shorter waits between tries, the same number of them
 huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 1000  # the client loses less than a chunk when cut
 for line in sys.stdin:
     out, err = io.StringIO(), io.StringIO()
