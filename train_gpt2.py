@@ -118,7 +118,6 @@ class Config:
     attn_scale: float = opt(0.0, "scale of attention scores; 0: 1/sqrt(head width)")
     x0_mix: bool = opt(False, "every block sees a learned mix of its input and the token embedding")
     value_embeds: int = opt(0, "token-embedding tables added to the values of the first and last n blocks")
-    bigram_rows: int = opt(0, "rows of a hashed table of token pairs, mixed into every block; 0: off")
     unet_skip: bool = opt(False, "learned skip connections from the first half of the blocks to the second")
     attn_gate: bool = opt(False, "each head's output is gated by a sigmoid of the first 12 channels")
     smear: bool = opt(False, "each embedding takes in a gated part of the one before it")
@@ -531,20 +530,14 @@ class Block(nn.Module):
         self.norm1, self.norm2 = make_norm(cfg), make_norm(cfg)
         self.attn, self.mlp = Attention(cfg, value_embed), MLP(cfg)
         self.x0_mix = nn.Parameter(torch.tensor([1.0, 0.0])) if cfg.x0_mix else None
-        self.pair_mix = nn.Parameter(torch.tensor(0.05)) if cfg.bigram_rows else None
         self.skip_weight = nn.Parameter(torch.tensor(1.0)) if skip else None
 
-    def forward(
-        self, x: Tensor, x0: Tensor, pairs: Tensor | None, skip: Tensor | None, ve: Tensor | None, rope: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, skip: Tensor | None, ve: Tensor | None, rope: Tensor) -> Tensor:
         if self.skip_weight is not None:
             assert skip is not None
             x = x + self.skip_weight * skip
         if self.x0_mix is not None:
             x = self.x0_mix[0] * x + self.x0_mix[1] * x0
-        if self.pair_mix is not None:
-            assert pairs is not None
-            x = x + self.pair_mix * pairs
         x = x + self.attn(self.norm1(x), ve, rope)
         return x + self.mlp(self.norm2(x))
 
@@ -613,8 +606,6 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(
             Block(cfg, self.table_of[i] >= 0, cfg.unet_skip and i >= cfg.n_layer - cfg.n_layer // 2) for i in range(cfg.n_layer)
         )
-        # Hashed token pairs (modded-nanogpt record 62; Lample et al.'s product keys made simple): one lookup per position.
-        self.pair_table = nn.Embedding(cfg.bigram_rows, cfg.n_embd) if cfg.bigram_rows else None
         self.norm_f = make_norm(cfg)
         self.head = None if cfg.tied_head else Linear(cfg.n_embd, cfg.padded_vocab, bias=False)
         self.smear_gate = Linear(12, 1, bias=False) if cfg.smear else None
@@ -634,7 +625,7 @@ class GPT(nn.Module):
             residual = name.endswith("proj.weight")
             if name.endswith("gate.weight") or (cfg.zero_init and (residual or name == "head.weight")):
                 p.zero_()
-            elif modern and name.startswith(("wte", "value_tables", "pair_table")):
+            elif modern and name.startswith(("wte", "value_tables")):
                 p.normal_(generator=generator)
             elif modern:
                 bound = 0.5 * 3**0.5 * cfg.n_embd**-0.5  # uniform of standard deviation 0.5/sqrt(C)
@@ -664,15 +655,11 @@ class GPT(nn.Module):
             x = F.rms_norm(x, (x.size(-1),))
         x0, skips = x, []
         tables = [table(idx_BT).to(self.dtype) for table in self.value_tables]
-        pairs = None
-        if self.pair_table is not None:
-            before = F.pad(idx_BT[:, :-1], (1, 0), value=EOT)
-            pairs = self.pair_table((36313 * idx_BT ^ 27191 * before) % self.cfg.bigram_rows).to(self.dtype)
         half = self.cfg.n_layer // 2
         for i, block in enumerate(self.blocks):
             # The last block of the first half pairs with the first of the second half, and so outwards.
             skip = skips.pop() if i >= self.cfg.n_layer - half and skips else None
-            x = block(x, x0, pairs, skip, tables[self.table_of[i]] if self.table_of[i] >= 0 else None, self.rope)
+            x = block(x, x0, skip, tables[self.table_of[i]] if self.table_of[i] >= 0 else None, self.rope)
             if self.cfg.unet_skip and i < half:
                 skips.append(x)
         return self.norm_f(x)
@@ -1003,7 +990,7 @@ class Optimizer:
         for name in self.adam_names:
             p = mine[name]
             matrix = p.ndim >= 2 and not name.endswith("gate.weight")
-            lr = cfg.embed_lr if name.startswith(("wte", "wpe", "value_tables", "pair_table")) else cfg.head_lr if name.startswith("head") else cfg.lr if matrix else cfg.scalar_lr
+            lr = cfg.embed_lr if name.startswith(("wte", "wpe", "value_tables")) else cfg.head_lr if name.startswith("head") else cfg.lr if matrix else cfg.scalar_lr
             groups.setdefault((lr, cfg.weight_decay if matrix else 0.0), []).append(p)
         self.adam: torch.optim.AdamW | None = None
         if groups:
