@@ -191,7 +191,9 @@ def call(module: str, name: str, argument: str) -> bytes:
         ("torch.serialization", "os.mkdir", "mark"),
     ],
 )
-def test_an_evil_index_runs_nothing(module: str, name: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evil_index_runs_nothing(
+    module: str, name: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     data = call(module, name, argument)
     with pytest.raises(t.UserError, match="it is not loaded"):
@@ -446,3 +448,88 @@ def test_mean_time_between_failures_divides_devices_but_not_preemptions() -> Non
 def test_auto_interval_is_never_below_an_upload() -> None:
     assert t.checkpoint_interval(0.001, 3600, upload_s=90) == 90
     assert t.checkpoint_interval(2.0, 3600, upload_s=90) == pytest.approx(math.sqrt(2 * 2 * 3600))
+
+
+# -- python -m harness checkpoints
+
+
+def command(*args: str) -> int:
+    from harness.__main__ import main
+
+    return main(["checkpoints", *args])
+
+
+def a_run(two: Path, folder: Path) -> Path:
+    run_dir = folder / "run"
+    shutil.copytree(two, run_dir)
+    t.write_json(run_dir / "config.json", {})
+    return run_dir
+
+
+def test_listing_shows_steps_sizes_and_what_is_bad(two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = a_run(two, tmp_path)
+    assert command(str(run_dir), "--verify") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["step-000001", "1"], ["step-000002", "2"]]
+    size = sum(p.stat().st_size for p in (run_dir / "checkpoints" / "step-000002").iterdir() if p.name != "manifest.json")
+    assert lines[2].split()[2] == f"{size / 1e6:.1f}" and lines[2].endswith("verified")
+    damage_flip(run_dir / "checkpoints" / "step-000001" / "__0_0.distcp")
+    assert command(str(run_dir)) == 0 and "not verified" in capsys.readouterr().out
+    assert command(str(run_dir), "--verify") == 1
+    out = capsys.readouterr().out
+    assert "BAD" in out and "__0_0.distcp does not match its sha256" in out
+
+
+def test_prune_leaves_verified_and_pinned_ones(two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = a_run(two, tmp_path)
+    folder = run_dir / "checkpoints"
+    for step in (3, 4, 5):
+        shutil.copytree(folder / "step-000002", folder / f"step-{step:06d}")
+    (folder / "abandoned-step-000007-12ab").mkdir()
+    (folder / "step-000001" / "pinned").write_text("before the spike\n")
+    damage_flip(folder / "step-000005" / "train_state.json")
+    assert command(str(run_dir), "--prune", "--keep", "2") == 0
+    assert names(run_dir) == ["latest", "step-000001", "step-000003", "step-000004"]
+    damage_flip(folder / "step-000001" / "train_state.json")
+    damage_flip(folder / "step-000003" / "train_state.json")
+    assert command(str(run_dir), "--prune") == 2  # one good one is left: nothing may go
+    assert names(run_dir) == ["latest", "step-000001", "step-000003", "step-000004"]
+    assert command(str(run_dir), "--prune", "--keep", "1") == 2
+    assert "error: --keep 1" in capsys.readouterr().err
+
+
+def test_a_run_comes_back_from_its_mirror(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mirror = (tmp_path / "mirror").as_uri()
+    writer = checkpoints(tmp_path / "run", [], mirror=mirror, keep=3)
+    for step in (1, 2, 3):
+        write(writer, step)
+        while not (tmp_path / "mirror" / "run" / f"step-{step:06d}" / "manifest.json").exists():
+            threading.Event().wait(0.01)
+    writer.close()
+    original = {p.name: p.read_bytes() for p in (tmp_path / "run" / "checkpoints" / "step-000002").iterdir()}
+    shutil.rmtree(tmp_path / "run")
+    damage_flip(tmp_path / "mirror" / "run" / "step-000003" / "__0_0.distcp")
+    assert command(str(tmp_path / "run"), "--from", mirror) == 0
+    out = capsys.readouterr().out
+    assert "CHECKPOINT REFUSED" in out and "step-000003" in out and "step-000002 is restored and verified" in out
+    assert names(tmp_path / "run") == ["step-000002"]
+    t.verify_checkpoint(tmp_path / "run" / "checkpoints" / "step-000002")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "run" / "checkpoints" / "step-000002").iterdir()} == original
+    assert command(str(tmp_path / "run"), "--from", mirror, "--step", "1") == 0
+    assert names(tmp_path / "run") == ["step-000001", "step-000002"]
+    assert command(str(tmp_path / "run"), "--from", mirror, "--step", "9") == 2
+    assert command(str(tmp_path / "other"), "--from", str(tmp_path / "nowhere")) == 2 and not (tmp_path / "other").exists()
+
+
+def test_stalls_are_counted_against_the_usual_step() -> None:
+    from harness.checkpoints import stalls
+
+    rows = [{"kind": "train", "step": i, "step_ms": 100.0} for i in range(1, 101)]
+    for step, blocked, longer in ((30, 5.0, 40.0), (60, 7.0, 20.0), (90, 6.0, 60.0)):
+        rows[step]["save_ms"] = blocked
+        rows[step]["step_ms"] += longer
+        rows[step + 2]["step_ms"] += 10
+    report = stalls(rows)
+    assert report["stalls"] == 3 and report["median_step_ms"] == 100
+    assert report["median_stall_ms"] == 45 and report["max_stall_ms"] == 66
+    assert report["median_stall_5_steps_ms"] == 55

@@ -231,7 +231,12 @@ def test_two_to_one_to_four_ranks_and_back(optimizer: str, parallel: tuple[str, 
     run(flags(optimizer, data, whole, "--schedule", "constant"), 1)
     for steps, world, mode in ((6, 2, 0), (12, 1, 0), (18, 4, 1), (24, 2, 2)):
         more = ["--resume"] if steps > 6 else []
-        run(flags(optimizer, data, moved, "--schedule", "constant", "--max-steps", str(steps), "--parallel", parallel[mode], *more), world)
+        run(
+            flags(
+                optimizer, data, moved, "--schedule", "constant", "--max-steps", str(steps), "--parallel", parallel[mode], *more
+            ),
+            world,
+        )
     a, b = losses(whole), losses(moved)
     train = [k for k in a if k[0] == "train"]
     assert max(abs(a[k] - b[k]) for k in train) < 5e-4
@@ -419,7 +424,9 @@ def spiky(data: Path, folder: Path, run_dir: Path, *more: str) -> list[str]:
 def test_a_spike_is_skipped_and_the_checkpoint_before_it_pinned(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     output = run(spiky(data, tmp_path / "odd", run_dir, "--spike", "skip", "--max-steps", "16"))
-    skipped = re.findall(r"step (\d+): (?:loss|gradient norm) .* deviations above its last 8 steps; this update is skipped", output)
+    skipped = re.findall(
+        r"step (\d+): (?:loss|gradient norm) .* deviations above its last 8 steps; this update is skipped", output
+    )
     assert skipped == ["10", "11"], output
     folder = run_dir / "checkpoints"
     # The checkpoint of step 8 stays; the state before the spike, step 9, was saved, and later purged in its turn.
@@ -465,7 +472,9 @@ def test_a_disk_that_fills_up(policy: str, data: Path, tmp_path: Path, unbroken:
                 pass
         code = job.wait()
         assert code == (0 if policy == "continue" else 7), job.output()
-        assert "No space left" in job.output() and "earlier ones are untouched" in job.output() and "Traceback" not in job.output()
+        assert (
+            "No space left" in job.output() and "earlier ones are untouched" in job.output() and "Traceback" not in job.output()
+        )
         import train_gpt2
 
         there = train_gpt2.list_checkpoints(run_dir)
@@ -546,7 +555,20 @@ def test_workers_that_outlive_torchrun_keep_a_second_job_out(data: Path, tmp_pat
 @pytest.mark.full
 def test_auto_cadence_measures_and_says_its_interval(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    more = ["--checkpoint-every", "auto", "--max-minutes", "1.3", "--max-steps", "1000000", "--epochs", "1000000", "--val-every", "0"]
+    more = [
+        "--checkpoint-every",
+        "auto",
+        "--max-minutes",
+        "1.3",
+        "--max-steps",
+        "1000000",
+        "--epochs",
+        "1000000",
+        "--val-every",
+        "0",
+    ]
     output = run(flags("adamw", data, run_dir, *more), timeout=200)
-    assert re.search(r"checkpoints every \d+ s: sqrt\(2 x [\d.]+ s stall x 24.00 h between failures\), not below [\d.]+ s", output), output
+    assert re.search(
+        r"checkpoints every \d+ s: sqrt\(2 x [\d.]+ s stall x 24.00 h between failures\), not below [\d.]+ s", output
+    ), output
     assert result(run_dir)["exit_reason"] == "max_minutes"
