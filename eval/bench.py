@@ -29,9 +29,7 @@ def one_example(net: GPT, requests: tuple[Request, ...]) -> list[float]:
         mask[i, len(tokens) - scored : len(tokens)] = 1
     rows, mask = rows.to(device), mask.to(device)
     logits_BTV = net.logits(rows[:, :-1])
-    nll_BT = F.cross_entropy(logits_BTV.flatten(0, 1), rows[:, 1:].flatten(), reduction="none").view(
-        len(rows), -1
-    )
+    nll_BT = F.cross_entropy(logits_BTV.flatten(0, 1), rows[:, 1:].flatten(), reduction="none").view(len(rows), -1)
     return (nll_BT.double() * mask[:, 1:]).sum(1).tolist()
 
 
@@ -42,12 +40,8 @@ def synchronize(device: torch.device) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model_arguments(parser)
-    parser.add_argument(
-        "--limit", type=common.positive, metavar="N", help="examples (default: all on a GPU, 200)"
-    )
-    parser.add_argument(
-        "--loop", type=common.positive, metavar="N", default=200, help="examples for the loop"
-    )
+    parser.add_argument("--limit", type=common.positive, metavar="N", help="examples (default: all on a GPU, 200)")
+    parser.add_argument("--loop", type=common.positive, metavar="N", default=200, help="examples for the loop")
     parser.add_argument("--scoring", default="llmc", choices=tuple(hellaswag.RENDER))
     parser.add_argument("--save", type=common.writable_file, metavar="FILE", help="the numbers as JSON")
 
@@ -61,9 +55,7 @@ def run(args: argparse.Namespace) -> int:
     examples = hellaswag.RENDER[args.scoring](rows, gpt2_encoding())
     groups = [e.requests for e in examples]
     if net.cfg.seq_len < max(len(r.tokens) for g in groups for r in g):
-        raise UserError(
-            f"the loop cuts no rows: the model's context of {net.cfg.seq_len} tokens is too short for it"
-        )
+        raise UserError(f"the loop cuts no rows: the model's context of {net.cfg.seq_len} tokens is too short for it")
     exact = on_gpu and args.dtype == "auto"
     dtype = ("bf16" if on_gpu else "fp32") if args.dtype == "auto" else args.dtype
 

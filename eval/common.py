@@ -21,16 +21,10 @@ DTYPES = ("auto", "fp32", "bf16", "fp16")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, dtype: bool = True) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", type=Path, help="run directory, or Hugging Face GPT-2 directory"
-    )
-    parser.add_argument(
-        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: a GPU if any"
-    )
+    parser.add_argument("model", metavar="MODEL", type=Path, help="run directory, or Hugging Face GPT-2 directory")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: a GPU if any")
     if dtype:
-        parser.add_argument(
-            "--dtype", default="auto", choices=DTYPES, help="arithmetic of the matrix products"
-        )
+        parser.add_argument("--dtype", default="auto", choices=DTYPES, help="arithmetic of the matrix products")
 
 
 def pick_device(name: str) -> torch.device:
@@ -83,9 +77,7 @@ def progress(label: str) -> Callable[[int, int], None]:
 
     def show(done: int, total: int) -> None:
         if shown:
-            print(
-                f"\r{label} {done}/{total} ", end="\n" if done == total else "", file=sys.stderr, flush=True
-            )
+            print(f"\r{label} {done}/{total} ", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
     return show
 

@@ -148,9 +148,7 @@ def draw(a: Path, b: Path, rows: list[dict[str, Any]], path: Path) -> list[Path]
         )
     right.axvline(0, color="gray", linewidth=1)
     right.set_yticks(range(len(shown)), [r["name"] for r in shown])
-    right.set(
-        xlabel=f"{b.name} minus {a.name}, in standard errors (95% interval)", ylim=(-0.5, max(len(shown), 1) - 0.5)
-    )
+    right.set(xlabel=f"{b.name} minus {a.name}, in standard errors (95% interval)", ylim=(-0.5, max(len(shown), 1) - 0.5))
     right.invert_yaxis()
     written = [path.with_suffix(s) for s in (".png", ".svg")]
     for file in written:
@@ -180,8 +178,7 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
         "config": changed,
         "same_val_protocol": same_protocol,
         "results": [
-            {k: r.get(k) for k in ("val_loss", "tokens", "train_seconds", "tokens_per_s", "params", "seed")}
-            for r in results
+            {k: r.get(k) for k in ("val_loss", "tokens", "train_seconds", "tokens_per_s", "params", "seed")} for r in results
         ],
         "rows": rows + compare_accuracies(a, b),
     }
@@ -191,9 +188,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="RUN_A", type=Path)
     parser.add_argument("b", metavar="RUN_B", type=Path)
     parser.add_argument("--save", type=common.writable_file, metavar="FILE", help="the comparison as JSON")
-    parser.add_argument(
-        "--picture", type=common.writable_file, metavar="FILE", help="default: RUN_B/compare-A.png and .svg"
-    )
+    parser.add_argument("--picture", type=common.writable_file, metavar="FILE", help="default: RUN_B/compare-A.png and .svg")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -39,9 +39,7 @@ def export_safetensors(model: Model, folder: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="RUN", type=Path, help="run directory, or Hugging Face GPT-2 directory"
-    )
+    parser.add_argument("model", metavar="RUN", type=Path, help="run directory, or Hugging Face GPT-2 directory")
     parser.add_argument("--format", required=True, choices=("hf", "safetensors"), help="hf: for transformers")
     parser.add_argument("--out", type=Path, metavar="DIR", help="new folder (default: export-FORMAT in it)")
 

@@ -30,8 +30,7 @@ from train_gpt2 import COMPUTE_DTYPE, UserError
 
 EXAMPLES = 10_042  # in the official validation file
 DEFINITIONS = {
-    "llmc": "context and ' '+ending encoded apart; acc: lowest summed loss; acc_norm: lowest mean loss per"
-    " token",
+    "llmc": "context and ' '+ending encoded apart; acc: lowest summed loss; acc_norm: lowest mean loss per token",
     "lm-eval": "activity label, cleaned text, encoded as one; acc: lowest summed loss; acc_norm: lowest loss"
     " per character of the ending; acc_bytes: per UTF-8 byte",
 }
@@ -92,9 +91,7 @@ def render_lm_eval(rows: Sequence[dict[str, Any]], encoding: tiktoken.Encoding) 
     return out
 
 
-def _example(
-    index: int, row: dict[str, Any], requests: tuple[Request, ...], endings: Sequence[str]
-) -> Example:
+def _example(index: int, row: dict[str, Any], requests: tuple[Request, ...], endings: Sequence[str]) -> Example:
     characters = tuple(len(e) for e in endings)
     utf8_bytes = tuple(len(e.encode()) for e in endings)
     return Example(index, row["ind"], int(row["label"]), requests, characters, utf8_bytes)
@@ -221,9 +218,7 @@ def evaluate(
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """What a person reads; a subset says so on every line."""
     count = summary["examples"]
-    which = (
-        f"the FIRST {count:,} of {EXAMPLES:,} examples: a subset" if summary["subset"] else f"all {count:,}"
-    )
+    which = f"the FIRST {count:,} of {EXAMPLES:,} examples: a subset" if summary["subset"] else f"all {count:,}"
     lines = [f"HellaSwag, {summary['scoring']} scoring, {which}, {summary['dtype']}"]
     for metric in ("acc", "acc_norm", "acc_bytes"):
         if metric in summary:
@@ -237,9 +232,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         f" {summary['ranks']} x {summary['device']}"
     )
     if summary["truncated_rows"]:
-        lines.append(
-            f"  {summary['truncated_rows']} rows were longer than the model's context; their start was cut"
-        )
+        lines.append(f"  {summary['truncated_rows']} rows were longer than the model's context; their start was cut")
     return lines
 
 
@@ -253,21 +246,14 @@ def load_rows(limit: int | None, file: Path | None = None) -> list[dict[str, Any
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model_arguments(parser)
-    parser.add_argument(
-        "--scoring", default="llmc", choices=(*RENDER, "both"), help="definition (default: llmc)"
-    )
-    parser.add_argument(
-        "--limit", type=common.positive, metavar="N", help="only the first N examples: a subset"
-    )
-    parser.add_argument(
-        "--file", type=Path, help="the official hellaswag_val.jsonl (default: fetched, cached)"
-    )
+    parser.add_argument("--scoring", default="llmc", choices=(*RENDER, "both"), help="definition (default: llmc)")
+    parser.add_argument("--limit", type=common.positive, metavar="N", help="only the first N examples: a subset")
+    parser.add_argument("--file", type=Path, help="the official hellaswag_val.jsonl (default: fetched, cached)")
     parser.add_argument(
         "--save",
         type=common.writable_file,
         metavar="FILE",
-        help="one JSON object per example; with --scoring both"
-        " the definition's name is put before the suffix",
+        help="one JSON object per example; with --scoring both the definition's name is put before the suffix",
     )
 
 
@@ -283,9 +269,7 @@ def run(args: argparse.Namespace) -> int:
                 continue
             if args.save:
                 both = args.scoring == "both"
-                common.write_lines(
-                    args.save.with_stem(f"{args.save.stem}-{scoring}") if both else args.save, table
-                )
+                common.write_lines(args.save.with_stem(f"{args.save.stem}-{scoring}") if both else args.save, table)
             if model.run_dir:
                 keep_result(model.run_dir, f"hellaswag-{scoring}", summary, table)
     return 0
@@ -295,11 +279,7 @@ def keep_result(run_dir: Path, name: str, summary: dict[str, Any], table: Sequen
     """Write NAME.json and NAME.jsonl next to the run, unless a result over more examples of it is there."""
     path = run_dir / f"{name}.json"
     kept = common.read_summary(path)
-    if (
-        kept
-        and kept["model"]["weights_sha256"] == summary["model"]["weights_sha256"]
-        and kept["examples"] > summary["examples"]
-    ):
+    if kept and kept["model"]["weights_sha256"] == summary["model"]["weights_sha256"] and kept["examples"] > summary["examples"]:
         common.say(f"  {path} is kept: it covers {kept['examples']:,} examples")
         return
     common.write_lines(run_dir / f"{name}.jsonl", table)

@@ -149,11 +149,7 @@ def read_tensors(folder: Path, cfg: Config) -> dict[str, torch.Tensor]:
     """
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        hint = (
-            "; convert pytorch_model.bin with transformers' save_pretrained"
-            if any(folder.glob("*.bin"))
-            else ""
-        )
+        hint = "; convert pytorch_model.bin with transformers' save_pretrained" if any(folder.glob("*.bin")) else ""
         raise UserError(f"{folder}: no model.safetensors{hint}")
     found: dict[str, torch.Tensor] = {}
     for file in files:
@@ -171,13 +167,9 @@ def read_tensors(folder: Path, cfg: Config) -> dict[str, torch.Tensor]:
     head = found.pop("lm_head.weight", None)
     for name, shape in expected.items():
         if name not in found:
-            raise UserError(
-                f"{folder}: tensor {name} is missing; the directory is incomplete or of another model"
-            )
+            raise UserError(f"{folder}: tensor {name} is missing; the directory is incomplete or of another model")
         if tuple(found[name].shape) != shape:
-            raise UserError(
-                f"{folder}: tensor {name} has shape {tuple(found[name].shape)}, config.json says {shape}"
-            )
+            raise UserError(f"{folder}: tensor {name} has shape {tuple(found[name].shape)}, config.json says {shape}")
     if extra := sorted(found.keys() - expected.keys()):
         raise UserError(f"{folder}: unknown tensor {extra[0]}; the model is not a plain GPT-2")
     if head is not None and not torch.equal(head, found["wte.weight"]):

@@ -24,9 +24,7 @@ from eval.scoring import Request, score_groups
 from train_gpt2 import UserError
 
 EXAMPLES = 5_153
-DEFINITION = (
-    "OpenAI's LAMBADA, line breaks as spaces; acc: each token of ' '+word is the model's first choice"
-)
+DEFINITION = "OpenAI's LAMBADA, line breaks as spaces; acc: each token of ' '+word is the model's first choice"
 
 
 def render(rows: Sequence[dict[str, str]], encoding: tiktoken.Encoding) -> list[Request]:
@@ -38,9 +36,7 @@ def render(rows: Sequence[dict[str, str]], encoding: tiktoken.Encoding) -> list[
     return [Request(whole, len(whole) - len(context)) for whole, context in zip(wholes, contexts)]
 
 
-def evaluate(
-    model: Model, rows: Sequence[dict[str, str]], dtype: str = "auto"
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def evaluate(model: Model, rows: Sequence[dict[str, str]], dtype: str = "auto") -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(summary, one object per passage). dtype "auto" is float32: half a million tokens cost seconds on a
     GPU.
     """
@@ -73,35 +69,27 @@ def evaluate(
         "model": model.describe(),
     }
     table = [
-        {"index": i, "nll": float(nll[i]), "tokens": int(scores.scored[i, 0]), "right": bool(right[i])}
-        for i in range(len(rows))
+        {"index": i, "nll": float(nll[i]), "tokens": int(scores.scored[i, 0]), "right": bool(right[i])} for i in range(len(rows))
     ]
     return summary, table
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     count = summary["examples"]
-    which = (
-        f"the FIRST {count:,} of {EXAMPLES:,} passages: a subset" if summary["subset"] else f"all {count:,}"
-    )
+    which = f"the FIRST {count:,} of {EXAMPLES:,} passages: a subset" if summary["subset"] else f"all {count:,}"
     noise = summary["nats_per_word_stderr"]
     return [
         f"LAMBADA (line breaks as spaces), {which}, {summary['dtype']}",
         f"  acc       {100 * summary['acc']:.2f}% +- {100 * summary['acc_stderr']:.2f}",
-        f"  last word {summary['nats_per_word']:.4f} nats"
-        + (f" +- {noise:.4f}" if noise is not None else ""),
+        f"  last word {summary['nats_per_word']:.4f} nats" + (f" +- {noise:.4f}" if noise is not None else ""),
         f"  {summary['score_seconds']:.1f} s on {summary['ranks']} x {summary['device']}",
     ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model_arguments(parser)
-    parser.add_argument(
-        "--limit", type=common.positive, metavar="N", help="only the first N passages: a subset"
-    )
-    parser.add_argument(
-        "--save", type=common.writable_file, metavar="FILE", help="one JSON object per passage"
-    )
+    parser.add_argument("--limit", type=common.positive, metavar="N", help="only the first N passages: a subset")
+    parser.add_argument("--save", type=common.writable_file, metavar="FILE", help="one JSON object per passage")
 
 
 def run(args: argparse.Namespace) -> int:

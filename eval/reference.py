@@ -77,23 +77,15 @@ def fetch(reference: Reference) -> Path:
     weights = Path(folder) / "model.safetensors"
     found = sha256_file(weights)
     if found != reference.weights_sha256:
-        raise UserError(
-            f"{weights}: sha256 {found[:12]}… is not the published file's; delete it and try again"
-        )
+        raise UserError(f"{weights}: sha256 {found[:12]}… is not the published file's; delete it and try again")
     return Path(folder)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=tuple(REFERENCES), help="gpt2: OpenAI's GPT-2 124M")
-    parser.add_argument(
-        "--from", dest="folder", type=Path, metavar="DIR", help="its directory, if it is at hand"
-    )
-    parser.add_argument(
-        "--limit", type=common.positive, metavar="N", help="only the first N examples: a subset"
-    )
-    parser.add_argument(
-        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: a GPU if any"
-    )
+    parser.add_argument("--from", dest="folder", type=Path, metavar="DIR", help="its directory, if it is at hand")
+    parser.add_argument("--limit", type=common.positive, metavar="N", help="only the first N examples: a subset")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: a GPU if any")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -123,9 +115,7 @@ def run(args: argparse.Namespace) -> int:
             for (kind, metric), published in reference.hellaswag.items():
                 if kind == scoring and not summary["subset"]:
                     difference = summary[metric] - published
-                    common.say(
-                        f"  {metric:<9} published {100 * published:.2f}%, ours {100 * difference:+.2f}"
-                    )
+                    common.say(f"  {metric:<9} published {100 * published:.2f}%, ours {100 * difference:+.2f}")
     for name, loss in reference.val_loss.items():
         common.say(f"published val loss on {name}'s val set: {loss} nats per token")
     common.say(f"ours: python -m eval val {folder} --data DIR --tokens 10485760 --seq-len 1024")

@@ -16,9 +16,7 @@ from train_gpt2 import EOT, GPT, UserError
 
 
 @torch.inference_mode()
-def generate(
-    net: GPT, context: list[int], count: int, temperature: float, top_k: int, seed: int
-) -> Iterator[int]:
+def generate(net: GPT, context: list[int], count: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:
     """Up to `count` tokens after `context`, ending before an end of text. Only real ids can be drawn.
 
     Temperature 0 takes the most likely token; top_k 0 draws from all. The draw is made on the CPU in
@@ -46,9 +44,7 @@ def generate(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model_arguments(parser, dtype=False)
     parser.add_argument("--prompt", default="", help="text to continue (default: none, a new document)")
-    parser.add_argument(
-        "--tokens", type=common.positive, default=100, help="at most so many (default: %(default)s)"
-    )
+    parser.add_argument("--tokens", type=common.positive, default=100, help="at most so many (default: %(default)s)")
     parser.add_argument("--count", type=common.positive, default=1, help="texts, with seeds SEED, SEED+1, …")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the most likely token each time")
     parser.add_argument("--top-k", type=int, default=50, help="draw from the k most likely; 0: from all")
@@ -65,9 +61,7 @@ def run(args: argparse.Namespace) -> int:
     context = [EOT, *encoding.encode_ordinary(args.prompt)]
     for n in range(args.count):
         with arithmetic(model.net, "fp32"):
-            tokens = list(
-                generate(model.net, context, args.tokens, args.temperature, args.top_k, args.seed + n)
-            )
+            tokens = list(generate(model.net, context, args.tokens, args.temperature, args.top_k, args.seed + n))
         if args.count > 1:
             print(f"--- seed {args.seed + n}")
         print(args.prompt + encoding.decode(tokens))

@@ -90,9 +90,7 @@ def arithmetic(net: GPT, dtype: str) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def score_batch(
-    net: GPT, rows: Sequence[Request], length: int, greedy: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def score_batch(net: GPT, rows: Sequence[Request], length: int, greedy: bool) -> tuple[np.ndarray, np.ndarray]:
     """Per row: summed nats (float64) and, if asked for, whether greedy decoding gives the continuation.
 
     Rows are padded on the right to `length` inputs; a causal model never sees the padding. The head runs on

@@ -73,9 +73,7 @@ class PairedAccuracy:
         }
 
 
-def paired_accuracy(
-    correct_a: Sequence[bool] | np.ndarray, correct_b: Sequence[bool] | np.ndarray
-) -> PairedAccuracy:
+def paired_accuracy(correct_a: Sequence[bool] | np.ndarray, correct_b: Sequence[bool] | np.ndarray) -> PairedAccuracy:
     """McNemar's exact test: under equal skill the discordant examples fall like fair coins.
 
     Examples that both get right or both get wrong say nothing about which is better, so far fewer examples

@@ -249,17 +249,13 @@ def make_plan(model: Model, args: argparse.Namespace) -> Plan:
         raise UserError(f"--seq-len {seq_len}: the model's context is {cfg.seq_len} tokens")
     stride = args.stride or seq_len
     if stride > seq_len:
-        raise UserError(
-            f"--stride {stride} is above --seq-len {seq_len}: tokens between windows would be left out"
-        )
+        raise UserError(f"--stride {stride} is above --seq-len {seq_len}: tokens between windows would be left out")
     stream = TokenStream(find_shards(folder, "val"))
     own_tokens = result["val_protocol"]["tokens"] if result else cfg.val_tokens
     count = args.tokens or own_tokens
     if count + 1 > len(stream):
         most = (len(stream) - 1) // seq_len * seq_len
-        raise UserError(
-            f"{folder}: {len(stream):,} val tokens, {count + 1:,} are needed; use --tokens {most}"
-        )
+        raise UserError(f"{folder}: {len(stream):,} val tokens, {count + 1:,} are needed; use --tokens {most}")
     dtype = args.dtype
     if dtype == "auto":
         dtype = cfg.precision if model.run_dir else ("bf16" if model.device.type == "cuda" else "fp32")
@@ -292,21 +288,11 @@ SAME = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model_arguments(parser)
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder of *_val_*.bin shards (default: the run's)"
-    )
-    parser.add_argument(
-        "--tokens", type=common.positive, metavar="N", help="the first N targets (default: the run's)"
-    )
-    parser.add_argument(
-        "--seq-len", type=common.positive, metavar="T", help="window length (default: the model's)"
-    )
-    parser.add_argument(
-        "--stride", type=common.positive, metavar="S", help="a window every S tokens (default: T)"
-    )
-    parser.add_argument(
-        "--document-mask", action="store_true", help="no target sees the documents before its own"
-    )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of *_val_*.bin shards (default: the run's)")
+    parser.add_argument("--tokens", type=common.positive, metavar="N", help="the first N targets (default: the run's)")
+    parser.add_argument("--seq-len", type=common.positive, metavar="T", help="window length (default: the model's)")
+    parser.add_argument("--stride", type=common.positive, metavar="S", help="a window every S tokens (default: T)")
+    parser.add_argument("--document-mask", action="store_true", help="no target sees the documents before its own")
     parser.add_argument("--save", type=common.writable_file, metavar="FILE", help="the result as JSON")
     parser.add_argument("--picture", type=common.writable_file, metavar="FILE", help="loss against position")
 
