@@ -11,7 +11,7 @@ import pytest
 from train_support import write_shards
 
 # Files whose tests train in this process: torch's global switches are put back after each test.
-TRAINING = {"test_model", "test_optimizer", "test_loader", "test_train"}
+TRAINING = {"test_model", "test_optimizer", "test_loader", "test_train", "test_gpu"}
 
 
 @pytest.fixture(autouse=True)

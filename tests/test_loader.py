@@ -17,9 +17,7 @@ from train_gpt2 import Config, Loader, TokenStream, UserError
 CPU = torch.device("cpu")
 
 
-def consumed(
-    cfg: Config, folder: Path, world: int, first: int, last: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def consumed(cfg: Config, folder: Path, world: int, first: int, last: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """For every step the inputs and targets of all ranks, put together in the order of the global rows."""
     paths = train_gpt2.find_shards(folder, "train")
     loaders = [Loader(cfg, TokenStream(paths), rank, world, CPU) for rank in range(world)]
@@ -37,9 +35,7 @@ def consumed(
 # Shard ends inside rows, on row ends, inside a batch; a shard shorter than a row; one that holds a single token.
 @pytest.mark.parametrize("lengths", [(1000, 37, 700), (64, 64, 128), (5, 1, 300, 2, 129), (257,)])
 @pytest.mark.parametrize(("micro_batch", "world"), [(8, 1), (4, 2), (2, 4), (2, 1), (1, 8), (4, 1), (2, 2)])
-def test_token_order_is_the_streams_on_any_ranks(
-    tmp_path: Path, lengths: tuple[int, ...], micro_batch: int, world: int
-) -> None:
+def test_token_order_is_the_streams_on_any_ranks(tmp_path: Path, lengths: tuple[int, ...], micro_batch: int, world: int) -> None:
     folder = write_shards(tmp_path, train=lengths)
     every = read_tokens(folder, "train")
     cfg = Config(batch_tokens=128, seq_len=16, micro_batch=micro_batch)
@@ -145,7 +141,7 @@ def test_fingerprint_follows_the_tokens(tmp_path: Path) -> None:
     assert train_gpt2.data_fingerprint(second) == "abc"
     for broken in ('{"schema": 1}', '{"schema": 2, "fingerprint": "abc"}', "{"):
         (second / "manifest.json").write_text(broken)
-        with pytest.raises(UserError, match="manifest.json"):
+        with pytest.raises(UserError, match=r"manifest\.json"):
             train_gpt2.data_fingerprint(second)
 
 
@@ -157,9 +153,7 @@ def test_data_that_does_not_suffice_is_refused_and_epochs_allow_it(tmp_path: Pat
         if fits:
             train_gpt2.check_data(tried)
         else:
-            with pytest.raises(
-                UserError, match=f"--max-steps to {13 if epochs == 1 else 27}.*--epochs {epochs + 1}"
-            ):
+            with pytest.raises(UserError, match=f"--max-steps to {13 if epochs == 1 else 27}.*--epochs {epochs + 1}"):
                 train_gpt2.check_data(tried)
     with pytest.raises(UserError, match="val shards hold 150"):
         train_gpt2.check_data(dataclasses.replace(cfg, max_steps=1, val_tokens=160))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -98,11 +99,7 @@ def test_singular_values_end_in_the_stated_band() -> None:
 def test_orthogonalization_against_svd(shape: tuple[int, int]) -> None:
     """Equal to U f(S) V^T, and so within the band of U V^T in spectral norm, at any scale of the input."""
     k = min(shape)
-    values = (
-        torch.logspace(0, math.log10(8e-3), k, dtype=torch.float64)
-        if k > 1
-        else torch.ones(1, dtype=torch.float64)
-    )
+    values = torch.logspace(0, math.log10(8e-3), k, dtype=torch.float64) if k > 1 else torch.ones(1, dtype=torch.float64)
     g = with_singular_values(*shape, values)
     u, s, vt = polar(g)
     assert s.min() > 1e-3
@@ -167,8 +164,7 @@ def test_cautious_decay_only_where_the_update_shrinks_the_weight() -> None:
     generator = torch.Generator().manual_seed(0)
     p, g = torch.randn(1, 8, 8, generator=generator), torch.randn(1, 8, 8, generator=generator)
     step = [
-        p - muon_update(p, g, torch.zeros(1, 8, 8), None, torch.tensor(1.0), torch.tensor(0.0), wd, 0.0, NO)
-        for wd in (0.0, 0.25)
+        p - muon_update(p, g, torch.zeros(1, 8, 8), None, torch.tensor(1.0), torch.tensor(0.0), wd, 0.0, NO) for wd in (0.0, 0.25)
     ]
     shrinks = step[0] * p > 0
     assert 10 < shrinks.sum() < 54
@@ -247,9 +243,7 @@ def test_optimizer_steps_equal_torch_adamw_and_muon(recipe: str) -> None:
     muon = {
         n
         for n in dict(model.named_parameters())
-        if cfg.optimizer == "muon"
-        and n.split(".")[0] == "blocks"
-        and n.split(".")[-2] in ("qkv", "proj", "fc")
+        if cfg.optimizer == "muon" and n.split(".")[0] == "blocks" and n.split(".")[-2] in ("qkv", "proj", "fc")
     }
     assert len(muon) == (4 * cfg.n_layer if cfg.optimizer == "muon" else 0)
     twins: dict[str, torch.optim.AdamW] = {}
@@ -289,9 +283,7 @@ def test_optimizer_steps_equal_torch_adamw_and_muon(recipe: str) -> None:
             if name in muon:
                 parts = g.chunk(3) if "qkv" in name else [g]
                 state[name] = [
-                    muon_reference(
-                        s[0], part, s[1], s[2], cfg.muon_lr * factor, mu, cfg.muon_wd, cfg.muon_beta2
-                    )
+                    muon_reference(s[0], part, s[1], s[2], cfg.muon_lr * factor, mu, cfg.muon_wd, cfg.muon_beta2)
                     for s, part in zip(state[name], parts, strict=True)
                 ]
             else:
@@ -370,9 +362,7 @@ def test_state_names_every_parameter_once(recipe: str) -> None:
     expected = set()
     for n in names:
         muon = train_gpt2.is_muon(n, cfg)
-        expected |= {
-            f"{k}.{n}" for k in (("momentum", "second") if muon else ("step", "exp_avg", "exp_avg_sq"))
-        }
+        expected |= {f"{k}.{n}" for k in (("momentum", "second") if muon else ("step", "exp_avg", "exp_avg_sq"))}
     assert set(optimizer.state()) == expected
     for key, value in optimizer.state().items():
         kind, name = key.split(".", 1)
@@ -381,9 +371,7 @@ def test_state_names_every_parameter_once(recipe: str) -> None:
     # The momentum under a name is that parameter's: after one step from zero it is (1 - mu) of the gradient.
     for n, p in names.items():
         if train_gpt2.is_muon(n, cfg):
-            torch.testing.assert_close(
-                optimizer.state()[f"momentum.{n}"], (1 - 0.9) * p.grad, rtol=1e-4, atol=1e-6
-            )  # type: ignore[operator]
+            torch.testing.assert_close(optimizer.state()[f"momentum.{n}"], (1 - 0.9) * p.grad, rtol=1e-4, atol=1e-6)  # type: ignore[operator]
 
 
 def test_gradient_norm_is_that_of_all_gradients() -> None:
@@ -404,9 +392,7 @@ def test_owners_are_total_balanced_and_the_same_everywhere(recipe: str, world: i
     cfg = RECIPES[recipe]
     with torch.device("meta"):
         model = GPT(cfg)
-    costs = {
-        n: float(p.numel()) for n, p in model.named_parameters() if n.startswith("blocks.") and p.ndim == 2
-    }
+    costs = {n: float(p.numel()) for n, p in model.named_parameters() if n.startswith("blocks.") and p.ndim == 2}
     owner = assign_owners(costs, world)
     assert set(owner) == set(costs) and set(owner.values()) == set(range(world))
     load = [sum(costs[n] for n in costs if owner[n] == r) for r in range(world)]
@@ -422,9 +408,7 @@ def test_owners_are_total_balanced_and_the_same_everywhere(recipe: str, world: i
 # ------------------------------------------------------------------------------- schedules
 
 COSINE = dataclasses.replace(RECIPES["gpt2"], warmup_steps=10, max_steps=110)
-LINEAR = dataclasses.replace(
-    RECIPES["sample"], warmup_steps=0, warmdown_frac=0.4, max_steps=100, final_lr_frac=0.05
-)
+LINEAR = dataclasses.replace(RECIPES["sample"], warmup_steps=0, warmdown_frac=0.4, max_steps=100, final_lr_frac=0.05)
 
 
 def test_warm_up_is_linear_and_never_zero() -> None:
@@ -433,9 +417,7 @@ def test_warm_up_is_linear_and_never_zero() -> None:
         dataclasses.replace(LINEAR, warmup_steps=10),
         dataclasses.replace(COSINE, schedule="constant"),
     ):
-        assert [learning_rate_factor(cfg, s) for s in range(10)] == pytest.approx(
-            [(s + 1) / 10 for s in range(10)]
-        )
+        assert [learning_rate_factor(cfg, s) for s in range(10)] == pytest.approx([(s + 1) / 10 for s in range(10)])
         assert learning_rate_factor(cfg, 10) == pytest.approx(1.0)
 
 
@@ -445,9 +427,7 @@ def test_cosine_corner_values() -> None:
     assert values == pytest.approx([0.5 * (1 + math.cos(math.pi * i / 100)) for i in range(101)], abs=1e-12)
     assert values[50] == pytest.approx(0.5) and values[-1] == pytest.approx(0.0, abs=1e-12) and values[-2] > 0
     floor = dataclasses.replace(COSINE, final_lr_frac=0.1)
-    assert learning_rate_factor(floor, 110) == pytest.approx(0.1) and learning_rate_factor(
-        floor, 10_000
-    ) == pytest.approx(0.1)
+    assert learning_rate_factor(floor, 110) == pytest.approx(0.1) and learning_rate_factor(floor, 10_000) == pytest.approx(0.1)
     assert learning_rate_factor(floor, 60) == pytest.approx(0.1 + 0.9 * 0.5)
 
 
@@ -456,9 +436,7 @@ def test_linear_corner_values() -> None:
     assert values[:61] == [1.0] * 61
     assert values[60:] == pytest.approx([0.05 + 0.95 * (1 - i / 40) for i in range(41)])
     assert values[80] == pytest.approx(0.525) and values[100] == pytest.approx(0.05)
-    assert all(
-        learning_rate_factor(dataclasses.replace(LINEAR, warmdown_frac=0.0), s) == 1.0 for s in range(100)
-    )
+    assert all(learning_rate_factor(dataclasses.replace(LINEAR, warmdown_frac=0.0), s) == 1.0 for s in range(100))
     whole = dataclasses.replace(LINEAR, warmdown_frac=1.0, final_lr_frac=0.0)
     assert [learning_rate_factor(whole, s) for s in (0, 50, 99)] == pytest.approx([1.0, 0.5, 0.01])
 
@@ -473,12 +451,10 @@ def test_recipes_never_start_or_end_at_zero(recipe: str) -> None:
     cfg = RECIPES[recipe]
     values = [learning_rate_factor(cfg, s) for s in range(cfg.max_steps)]
     assert values[0] > 0 and min(values) > 0 and max(values) == pytest.approx(1.0)
-    assert max(abs(a - b) for a, b in zip(values, values[1:], strict=False)) < 0.02  # no jump anywhere
+    assert max(abs(a - b) for a, b in itertools.pairwise(values)) < 0.02  # no jump anywhere
 
 
 def test_momentum_warm_up() -> None:
     cfg = dataclasses.replace(RECIPES["sample"], muon_momentum=0.95, muon_momentum_warmup=100)
-    assert [muon_momentum(cfg, s) for s in (0, 50, 99, 100, 5000)] == pytest.approx(
-        [0.85, 0.90, 0.949, 0.95, 0.95]
-    )
+    assert [muon_momentum(cfg, s) for s in (0, 50, 99, 100, 5000)] == pytest.approx([0.85, 0.90, 0.949, 0.95, 0.95])
     assert muon_momentum(dataclasses.replace(cfg, muon_momentum_warmup=0), 0) == 0.95

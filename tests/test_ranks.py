@@ -79,7 +79,9 @@ def work(rank: int, todo: list[Job], ports: list[int], data: Path, out: Path, ba
             seen.append(self)
             if job.poison and job.poison[0] == self.rank:
                 self.model.wte.weight.register_hook(
-                    lambda g: g.index_fill(0, torch.tensor(3), math.nan) if self.step == job.poison[1] - 1 and self.loader.wait_s else g
+                    lambda g: (
+                        g.index_fill(0, torch.tensor(3), math.nan) if self.step == job.poison[1] - 1 and self.loader.wait_s else g
+                    )
                 )
             if job.stop and job.stop[0] == self.rank:
                 threading.Thread(target=stop_later, args=(self.run_dir, job.stop[1]), daemon=True).start()
@@ -244,19 +246,17 @@ def test_bad_input_ends_every_rank_and_only_rank_0_speaks(done: Path, name: str,
 # ------------------------------------------------------------------------------- torchrun itself
 
 
-def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def torchrun(folder: Path, options: list[str], arguments: list[str]) -> subprocess.CompletedProcess[str]:
     import train_gpt2
 
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    at = 1 if arguments[0].startswith("--max-restarts") else 0
-    command += [*arguments[:at], train_gpt2.__file__, *arguments[at:]]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, train_gpt2.__file__, *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
 
 
 def test_torchrun_ranks_agree_on_a_run_directory(tmp_path: Path) -> None:
     data = write_shards(tmp_path / "data")
-    ended = torchrun(tmp_path, *flags("sample", data, "", max_steps=3))
+    ended = torchrun(tmp_path, ["--nproc_per_node=2"], flags("sample", data, "", max_steps=3))
     assert ended.returncode == 0, ended.stderr[-2000:]
     (found,) = (tmp_path / "runs").iterdir()
     assert result(found)["world_size"] == 2 and len(rows(found, "train")) == 3
@@ -265,6 +265,6 @@ def test_torchrun_ranks_agree_on_a_run_directory(tmp_path: Path) -> None:
 
 def test_torchrun_does_not_retry_bad_input(tmp_path: Path) -> None:
     data = write_shards(tmp_path / "data")
-    ended = torchrun(tmp_path, "--max-restarts=3", *flags("sample", data, tmp_path / "run", max_steps=5_000))
+    ended = torchrun(tmp_path, ["--max-restarts=3"], flags("sample", data, tmp_path / "run", max_steps=5_000))
     assert ended.stderr.count("error: ") == 1 and "need 640,000 train tokens" in ended.stderr
     assert "Traceback" not in ended.stderr and not (tmp_path / "run").exists()

@@ -141,7 +141,9 @@ def test_logged_loss_is_the_mean_over_the_tokens_of_the_step(shards: Path, tmp_p
     tokens = read_tokens(shards, "train")
     model = GPT(parse_args(argv))
     logged = [r["loss"] for r in rows(tmp_path / "run", "train")]
-    assert logged == pytest.approx([token_losses(model, tokens[128 * s : 128 * s + 129]).mean().item() for s in range(3)], rel=1e-6)
+    assert logged == pytest.approx(
+        [token_losses(model, tokens[128 * s : 128 * s + 129]).mean().item() for s in range(3)], rel=1e-6
+    )
     model.zero_grad()
     ids = torch.from_numpy(tokens[:129].astype(np.int64))
     F.cross_entropy(model.logits(ids[:-1].view(8, 16)).flatten(0, 1), ids[1:]).backward()
@@ -189,7 +191,9 @@ def test_a_run_without_a_name_gets_a_dated_one(shards: Path, tmp_path: Path, mon
 
 
 def test_evaluation_does_not_depend_on_the_batch(shards: Path) -> None:
-    cfg = dataclasses.replace(RECIPES["gpt2"], n_layer=2, n_head=2, n_embd=32, seq_len=16, vocab_size=VOCAB, padded_vocab=PADDED, precision="fp32")
+    cfg = dataclasses.replace(
+        RECIPES["gpt2"], n_layer=2, n_head=2, n_embd=32, seq_len=16, vocab_size=VOCAB, padded_vocab=PADDED, precision="fp32"
+    )
     model = GPT(cfg)
     with torch.no_grad():
         for p in model.parameters():
@@ -281,7 +285,7 @@ def test_a_bad_gradient_halts_with_the_weights_before_it(shards: Path, tmp_path:
     expected = weights_after(recipe, shards, tmp_path / "good", 3)
     with trainer_of(flags(recipe, shards, tmp_path / "bad", max_steps=9, **STEADY)) as trainer:
         poison(trainer, 4, value)
-        with pytest.raises(Halt, match="gradient norm is (nan|inf) at step 4; the weights are those of step 3") as caught:
+        with pytest.raises(Halt, match=r"gradient norm is (nan|inf) at step 4; the weights are those of step 3") as caught:
             trainer.run()
         assert caught.value.code == Exit.NON_FINITE == 3
         found = snapshot(trainer)
@@ -369,9 +373,7 @@ def test_a_signal_finishes_the_step_and_saves(shards: Path, tmp_path: Path, caps
     missed: list[int] = []
     signal.signal(number, lambda n, _: missed.append(n))  # if the trainer does not listen, the test must outlive it
     metrics = run_dir / "metrics.jsonl"
-    thread = when(
-        lambda: metrics.exists() and metrics.read_text().count('"train"') >= 3, lambda: os.kill(os.getpid(), number)
-    )
+    thread = when(lambda: metrics.exists() and metrics.read_text().count('"train"') >= 3, lambda: os.kill(os.getpid(), number))
     assert main(flags("sample", shards, run_dir, max_steps=20_000, epochs=2_000, val_every=0)) == Exit.STOPPED == 5
     thread.join()
     assert not missed
@@ -401,7 +403,9 @@ def test_on_finish_runs_once_when_everything_is_written(shards: Path, tmp_path: 
         told = tmp_path / f"{which}{code}.txt"
         command = f"cat {run_dir}/result.json > {told}.json && ls {run_dir} > {told}.ls && echo done >> {told}"
         hot = {"lr": 1e30, "embed-lr": 1e30} if code else {}
-        argv = flags("gpt2", shards, run_dir, max_steps=3, val_every=0, warmup_steps=0, on_finish=command, on_finish_when=which, **hot)
+        argv = flags(
+            "gpt2", shards, run_dir, max_steps=3, val_every=0, warmup_steps=0, on_finish=command, on_finish_when=which, **hot
+        )
         assert main(argv) == code
         assert (told.read_text().split() if told.exists() else []) == ["done"] * times
         if times:
@@ -529,9 +533,7 @@ BAD_FLAGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "said"), BAD_FLAGS, ids=[" ".join(f"{k}={v}" for k, v in c.items()) for c, _ in BAD_FLAGS])
-def test_bad_flags_are_refused_by_name(
-    shards: Path, tmp_path: Path, capsys: Capture, changes: dict[str, Any], said: str
-) -> None:
+def test_bad_flags_are_refused_by_name(shards: Path, tmp_path: Path, capsys: Capture, changes: dict[str, Any], said: str) -> None:
     refused(flags("sample", shards, tmp_path / "run", **changes), tmp_path, capsys, f"--{said}")
 
 
@@ -638,12 +640,15 @@ def test_learning_hash_follows_what_is_learned_alone() -> None:
 IMPORT_PROBE = """
 import os, signal, sys, threading
 import torch
-before = (dict(os.environ), threading.active_count(), {s: signal.getsignal(s) for s in (2, 15)}, torch.get_rng_state().tolist(),
-          torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled(), sorted(os.listdir()))
+
+def state():
+    switches = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled()
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    return dict(os.environ), threading.active_count(), handlers, torch.get_rng_state().tolist(), switches, sorted(os.listdir())
+
+before = state()
 import train_gpt2
-after = (dict(os.environ), threading.active_count(), {s: signal.getsignal(s) for s in (2, 15)}, torch.get_rng_state().tolist(),
-         torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled(), sorted(os.listdir()))
-assert before == after, (before, after)
+assert before == state(), (before, state())
 assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
 loaded = {m.split(".")[0] for m in sys.modules}
 assert not loaded & {"data", "eval", "harness", "wandb", "transformers", "datasets", "fsspec", "matplotlib"}, loaded

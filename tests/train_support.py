@@ -30,9 +30,7 @@ def text(seed: int, count: int) -> np.ndarray:
     return np.cumsum(rng.integers(1, 4, count)) % VOCAB
 
 
-def write_shards(
-    folder: Path, train: tuple[int, ...] = (1000, 37, 700), val: tuple[int, ...] = (90, 60)
-) -> Path:
+def write_shards(folder: Path, train: tuple[int, ...] = (1000, 37, 700), val: tuple[int, ...] = (90, 60)) -> Path:
     """Train and val shards of these lengths."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, lengths in (("train", train), ("val", val)):
@@ -45,9 +43,7 @@ def write_shards(
 
 def read_tokens(folder: Path, split: str) -> np.ndarray:
     """All tokens of a split in order."""
-    return np.concatenate(
-        [np.fromfile(p, "<u2", offset=1024) for p in sorted(folder.glob(f"*_{split}_*.bin"))]
-    )
+    return np.concatenate([np.fromfile(p, "<u2", offset=1024) for p in sorted(folder.glob(f"*_{split}_*.bin"))])
 
 
 def flags(recipe: str, data: Path | str, run_dir: Path | str, **changes: Any) -> list[str]:
