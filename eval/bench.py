@@ -18,9 +18,7 @@ from train_gpt2 import GPT, UserError
 
 @torch.inference_mode()
 def one_example(net: GPT, requests: tuple[Request, ...]) -> list[float]:
-    """Summed nats of each row from one forward with all logits, as build-nanogpt's hellaswag.py computes
-    them.
-    """
+    """Summed nats of each row, from one forward that makes all logits (build-nanogpt, hellaswag.py)."""
     device = next(net.parameters()).device
     rows = torch.zeros(len(requests), max(len(r.tokens) for r in requests), dtype=torch.int64)
     mask = torch.zeros_like(rows)

@@ -120,9 +120,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def draw(a: Path, b: Path, rows: list[dict[str, Any]], path: Path) -> list[Path]:
-    """Val loss against tokens of both runs; beside it each difference, B minus A, with its interval in
-    its errors.
-    """
+    """Val loss against tokens of both runs; beside it each difference, B minus A, with its interval."""
     import matplotlib
 
     matplotlib.use("Agg")

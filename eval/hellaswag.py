@@ -113,9 +113,7 @@ def lengths(examples: Sequence[Example], scored_EN: np.ndarray, scoring: str) ->
 
 
 def choices(examples: Sequence[Example], scores: Scores, scoring: str) -> dict[str, np.ndarray]:
-    """Chosen ending per metric, (examples,) int; of equal losses the first, as argmin does in both public
-    codes.
-    """
+    """Chosen ending per metric, (examples,) int; of equal values the first, as in both public codes."""
     by_metric = lengths(examples, scores.scored, scoring)
     return {metric: (scores.nll / divisor).argmin(1) for metric, divisor in by_metric.items()}
 
@@ -148,9 +146,7 @@ def margin(examples: Sequence[Example], scores: Scores, scoring: str) -> np.ndar
 
 
 def per_example(examples: Sequence[Example], scores: Scores, scoring: str) -> list[dict[str, Any]]:
-    """One JSON object per example: losses in nats, lengths, choices. Two models' files can be read line
-    by line.
-    """
+    """One JSON object per example, for comparing two models line by line: losses in nats, choices."""
     chosen = choices(examples, scores, scoring)
     out = []
     for i, e in enumerate(examples):

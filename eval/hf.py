@@ -59,9 +59,7 @@ def is_conv1d(name: str) -> bool:
 
 
 def is_hf(folder: Path) -> bool:
-    """Whether `folder` is a Hugging Face directory rather than a run (whose config.json has a schema
-    version).
-    """
+    """Whether `folder` is not a run, whose config.json has a schema version."""
     try:
         found = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -70,9 +68,7 @@ def is_hf(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> Config:
-    """The `gpt2` recipe with the sizes of `folder`/config.json. Raises UserError if it is another
-    architecture.
-    """
+    """The `gpt2` recipe with the sizes of config.json. Raises UserError for another architecture."""
     path = folder / "config.json"
     found = json.loads(path.read_text())
     for key, allowed in SUPPORTED.items():
@@ -144,9 +140,7 @@ def shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
 
 
 def read_tensors(folder: Path, cfg: Config) -> dict[str, torch.Tensor]:
-    """All tensors as float32, checked against `shapes`. Raises UserError that names the file and the
-    tensor.
-    """
+    """All tensors as float32, checked against `shapes`. Raises UserError with the tensor's name."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         hint = "; convert pytorch_model.bin with transformers' save_pretrained" if any(folder.glob("*.bin")) else ""

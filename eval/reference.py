@@ -50,9 +50,7 @@ class Unreachable(Exception):
 
 
 def fetch(reference: Reference) -> Path:
-    """The model directory in huggingface_hub's cache. Raises Unreachable, or UserError if the weights are
-    altered.
-    """
+    """The model directory in huggingface_hub's cache. Raises Unreachable, or UserError if altered."""
     import requests
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

@@ -29,9 +29,7 @@ class Estimate:
 
 
 def accuracy(correct: Sequence[bool] | np.ndarray) -> Estimate:
-    """Share of True, binomial standard error, Wilson score interval (which stays inside 0..1 near the
-    ends).
-    """
+    """Share of True, binomial standard error, Wilson interval (it stays inside 0..1 near the ends)."""
     hits = np.asarray(correct, dtype=bool)
     n = len(hits)
     if n == 0:

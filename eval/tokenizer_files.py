@@ -22,9 +22,7 @@ def byte_letters() -> dict[int, str]:
 
 
 def merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two parts that byte-pair encoding joins last to make `token`: encode it with the earlier ranks
-    alone.
-    """
+    """The two parts that byte-pair encoding joins last: `token` encoded with the earlier ranks alone."""
     parts = [bytes([b]) for b in token]
     while len(parts) > 2:
         pairs = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
