@@ -80,9 +80,7 @@ def test_sampling_is_repeatable_and_obeys_its_settings() -> None:
 
     def draw(**settings: float) -> list[int]:
         given = {"temperature": 1.0, "top_k": 50, "seed": 1} | settings
-        return list(
-            sample.generate(net, context, 12, given["temperature"], int(given["top_k"]), int(given["seed"]))
-        )
+        return list(sample.generate(net, context, 12, given["temperature"], int(given["top_k"]), int(given["seed"])))
 
     assert draw() == draw() != draw(seed=2)
     greedy = draw(temperature=0)
@@ -168,29 +166,19 @@ def test_one_example_has_no_interval(run: Path, tmp_path: Path) -> None:
 
 def test_bench_compares_with_the_loop(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
-    assert (
-        main(["bench", str(run), "--limit", "24", "--loop", "8", "--device", "cpu", "--save", str(file)]) == 0
-    )
+    assert main(["bench", str(run), "--limit", "24", "--loop", "8", "--device", "cpu", "--save", str(file)]) == 0
     found = read_json(file)
     assert found["equal_choices"] == {"acc": 8, "acc_norm": 8}
-    assert found["ratio"] == pytest.approx(
-        found["batched_examples_per_second"] / found["loop_examples_per_second"]
-    )
+    assert found["ratio"] == pytest.approx(found["batched_examples_per_second"] / found["loop_examples_per_second"])
 
 
-def test_reference_says_where_the_hub_is_not_reached(
-    monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
-) -> None:
+def test_reference_says_where_the_hub_is_not_reached(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path) -> None:
     """In a process of its own, since huggingface_hub reads its address when it is imported."""
     closed = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path)}
     command = [sys.executable, "-m", "eval", "reference", "gpt2"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | closed)
     assert done.returncode == 1 and done.stdout == ""
-    assert (
-        done.stderr.count("\n") == 1
-        and "the hub cannot be reached" in done.stderr
-        and "--from DIR" in done.stderr
-    )
+    assert done.stderr.count("\n") == 1 and "the hub cannot be reached" in done.stderr and "--from DIR" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -215,9 +203,7 @@ def test_reference_says_where_the_hub_is_not_reached(
         ([], "required: COMMAND"),
     ],
 )
-def test_mistakes_are_one_line(
-    args: list[str], said: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line(args: list[str], said: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = {"RUN": run} | {n: tmp_path / n for n in ("EMPTY", "UNFINISHED", "BROKEN", "OTHER")}
     names["EMPTY"].mkdir()
     write_run(names["UNFINISHED"], trained())

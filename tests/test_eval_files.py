@@ -117,13 +117,9 @@ def test_damaged_cache_is_replaced(server: _Server, empty_cache: Path) -> None:
         (lambda b: b"", "is empty"),
     ],
 )
-def test_altered_file_is_one_line(
-    damage, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_altered_file_is_one_line(damage, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "hellaswag_val.jsonl"
     bad.write_bytes(damage(official_file()))
     assert main(["hellaswag", str(tmp_path), "--file", str(bad), "--device", "cpu"]) == 2
     out, err = capsys.readouterr()
-    assert (
-        out == "" and err.count("\n") == 1 and err.startswith("error: ") and said in err and str(bad) in err
-    )
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and said in err and str(bad) in err

@@ -132,9 +132,7 @@ def test_openais_file_layout(tmp_path: Path) -> None:
     save_file(plain, tmp_path / "b" / "model.safetensors")
     shutil.copy(tmp_path / "a" / "config.json", tmp_path / "b")
     a, b = open_model(tmp_path / "a", CPU).net, open_model(tmp_path / "b", CPU).net
-    assert all(
-        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    )
+    assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
 
 def _tensor(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:

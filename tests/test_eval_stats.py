@@ -38,9 +38,7 @@ def test_mcnemar_by_enumeration() -> None:
     assert (found.only_a, found.only_b) == (3, 9)
     assert found.p_value == pytest.approx(2 * tail)
     assert found.difference.value == pytest.approx(6 / 62)
-    assert found.difference.se == pytest.approx(
-        np.std(np.array(b, float) - np.array(a, float), ddof=1) / math.sqrt(62)
-    )
+    assert found.difference.se == pytest.approx(np.std(np.array(b, float) - np.array(a, float), ddof=1) / math.sqrt(62))
 
 
 def test_same_model_twice_differs_by_nothing() -> None:
@@ -53,9 +51,7 @@ def test_mcnemar_level_under_equal_skill() -> None:
     conservative).
     """
     rng = np.random.default_rng(0)
-    p_values = [
-        stats.paired_accuracy(rng.random(200) < 0.3, rng.random(200) < 0.3).p_value for _ in range(400)
-    ]
+    p_values = [stats.paired_accuracy(rng.random(200) < 0.3, rng.random(200) < 0.3).p_value for _ in range(400)]
     assert 0.005 < np.mean(np.array(p_values) < 0.05) < 0.075
 
 

@@ -80,17 +80,13 @@ def test_bits_per_byte_by_hand() -> None:
     """A model that finds every id equally likely: log2(50257) bits a token, over the bytes of the text."""
     net = GPT(tiny("sample", n_layer=1, n_embd=16, seq_len=64)).eval()  # its head starts at zero
     text = "Naïve café: 日本語 and 😀 emoji, cut into bytes.\n"
-    tokens = np.array(
-        [EOT, *gpt2_encoding().encode_ordinary(text), EOT, *gpt2_encoding().encode_ordinary(text)]
-    )
+    tokens = np.array([EOT, *gpt2_encoding().encode_ordinary(text), EOT, *gpt2_encoding().encode_ordinary(text)])
     losses = val.measure(net, tokens, 64, 64, False, "fp32")
     found = val.summarize(losses, {})
     assert losses.text_bytes == 2 * len(text.encode())
     pieces = len(tokens) - 2
     assert found["nats_per_token"] == pytest.approx(math.log(50257), rel=1e-6)
-    assert found["bits_per_byte"] == pytest.approx(
-        math.log2(50257) * pieces / (2 * len(text.encode())), rel=1e-6
-    )
+    assert found["bits_per_byte"] == pytest.approx(math.log2(50257) * pieces / (2 * len(text.encode())), rel=1e-6)
 
 
 def test_same_numbers_whatever_the_batch() -> None:
@@ -146,12 +142,7 @@ def test_other_protocols_are_other_numbers(run: Path, capsys: pytest.CaptureFixt
     ]
     assert main(args) == 0
     out = capsys.readouterr().out
-    assert (
-        "run's own" not in out
-        and "document_mask=True" in out
-        and "stride=24" in out
-        and "bits per byte" in out
-    )
+    assert "run's own" not in out and "document_mask=True" in out and "stride=24" in out and "bits per byte" in out
     assert main(["val", str(run), "--device", "cpu"]) == 0
     assert len({read_json(f)["nats_per_token"] for f in run.glob("val-*.json")}) == 2
 
