@@ -31,9 +31,7 @@ def quantity(text: str) -> int:
         if value != int(value) or value < 1:
             raise ValueError
     except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a count of tokens such as 500000, 100M or 1B"
-        ) from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count of tokens such as 500000, 100M or 1B") from None
     return int(value)
 
 
@@ -64,9 +62,7 @@ def run_fetch(args: argparse.Namespace) -> int:
     wanted = Wanted(args.tokens, args.shards)
     manifest = fetch(args.dataset, folder, wanted, args.revision, args.connections, args.retries)
     tokens = sum(shard.tokens for shard in manifest.shards)
-    print(
-        f"{folder}: {len(manifest.shards)} shards, {tokens:,} tokens, verified; revision {manifest.revision}"
-    )
+    print(f"{folder}: {len(manifest.shards)} shards, {tokens:,} tokens, verified; revision {manifest.revision}")
     print(f"fingerprint {manifest.fingerprint}")
     return 0
 
@@ -98,8 +94,7 @@ def run_build(args: argparse.Namespace) -> int:
         print(f"note: {manifest.replaced:,} characters that UTF-8 cannot hold became U+FFFD", file=sys.stderr)
     if len(manifest.shards) == 1:
         print(
-            "note: all of it is the val shard and nothing is left to train on; "
-            f"build again with --shard-tokens below {tokens}",
+            f"note: all of it is the val shard and nothing is left to train on; build again with --shard-tokens below {tokens}",
             file=sys.stderr,
         )
     return 0
@@ -116,9 +111,7 @@ def run_verify(args: argparse.Namespace) -> int:
     if problems:
         return 2
     manifest = read_manifest(args.folder)
-    against = (
-        f"fingerprint {manifest.fingerprint}" if manifest else "no manifest: nothing to compare hashes with"
-    )
+    against = f"fingerprint {manifest.fingerprint}" if manifest else "no manifest: nothing to compare hashes with"
     how = "every byte" if args.full else "headers and sizes; --full for every byte"
     print(f"{args.folder}: {len(list_shards(args.folder))} shards are right ({how}); {against}")
     return 0
@@ -135,10 +128,7 @@ def run_stats(args: argparse.Namespace) -> int:
         tokens = [read_header(path) for path in paths if f"_{split}_" in path.name]
         print(f"{split:>10}  {len(tokens):6,} shards  {sum(tokens):15,} tokens")
     print(f"{'documents':>10}  {summary.documents:,}, {summary.mean:,.0f} tokens each on average")
-    print(
-        f"{'tokens':>10}  "
-        + "  ".join(f"{percent}%: {value:,}" for percent, value in summary.percentiles.items())
-    )
+    print(f"{'tokens':>10}  " + "  ".join(f"{percent}%: {value:,}" for percent, value in summary.percentiles.items()))
     picture = args.picture or args.folder / "lengths.png"
     title = f"{args.folder.name}: {summary.documents:,} documents, {summary.tokens:,} tokens"
     draw_lengths(lengths_D, title, picture)
@@ -165,8 +155,7 @@ def run_leak(args: argparse.Namespace) -> int:
     from data.leak import find_leaks
 
     train, val = (
-        list_shards(place, split) if place.is_dir() else [place]
-        for place, split in ((args.train, "train"), (args.val, "val"))
+        list_shards(place, split) if place.is_dir() else [place] for place, split in ((args.train, "train"), (args.val, "val"))
     )
     leak = find_leaks(train, val, args.ngram, args.near)
     print(f"val: {leak.documents:,} documents, {leak.tokens:,} tokens")
@@ -201,24 +190,16 @@ def build_parser() -> argparse.ArgumentParser:
     p = command("fetch", run_fetch, "fetch shards that are tokenized already from the Hugging Face hub")
     p.add_argument("dataset", help="fineweb10B, fineweb100B, finewebedu10B, or OWNER/NAME")
     size = p.add_mutually_exclusive_group()
-    size.add_argument(
-        "--tokens", type=quantity, default=0, help="train tokens needed, such as 1B (default: all)"
-    )
+    size.add_argument("--tokens", type=quantity, default=0, help="train tokens needed, such as 1B (default: all)")
     size.add_argument("--shards", type=positive, default=0, help="train shards to fetch (default: all)")
     p.add_argument("--out", type=Path, help="folder (default: data/DATASET)")
-    p.add_argument(
-        "--revision", default="", help="commit, tag or branch (default: the recorded, else the newest)"
-    )
+    p.add_argument("--revision", default="", help="commit, tag or branch (default: the recorded, else the newest)")
     p.add_argument("--connections", type=positive, default=8, help="files at a time (default: %(default)s)")
-    p.add_argument(
-        "--retries", type=int, default=6, help="tries after the first for each file (default: %(default)s)"
-    )
+    p.add_argument("--retries", type=int, default=6, help="tries after the first for each file (default: %(default)s)")
 
     p = command("build", run_build, "tokenize a text data set or local files into shards; shard 0 is val")
     p.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    p.add_argument(
-        "--dataset", default="", help="data set on the hub such as HuggingFaceFW/fineweb, or a local folder"
-    )
+    p.add_argument("--dataset", default="", help="data set on the hub such as HuggingFaceFW/fineweb, or a local folder")
     p.add_argument("--name", default="", help="its configuration, such as sample-10BT")
     p.add_argument("--split", default="train", help="its split (default: %(default)s)")
     p.add_argument("--revision", default="", help="commit, tag or branch (default: the newest, recorded)")
@@ -227,29 +208,17 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="download each source file and compare its sha256 before reading it, instead of streaming",
     )
-    p.add_argument(
-        "--files", nargs="+", default=[], metavar="FILE", help="local .parquet, .jsonl or .txt files"
-    )
-    p.add_argument(
-        "--text-column", default="text", help="column or field with the text (default: %(default)s)"
-    )
-    p.add_argument(
-        "--workers", type=positive, default=cpu_count(), help="tokenizer processes (default: all cores)"
-    )
+    p.add_argument("--files", nargs="+", default=[], metavar="FILE", help="local .parquet, .jsonl or .txt files")
+    p.add_argument("--text-column", default="text", help="column or field with the text (default: %(default)s)")
+    p.add_argument("--workers", type=positive, default=cpu_count(), help="tokenizer processes (default: all cores)")
     p.add_argument("--shard-tokens", type=quantity, default=10**8, help="tokens per shard (default: 100M)")
-    p.add_argument(
-        "--tokens", type=quantity, default=0, help="stop after the document reaching this many (default: all)"
-    )
+    p.add_argument("--tokens", type=quantity, default=0, help="stop after the document reaching this many (default: all)")
 
     p = command("verify", run_verify, "check shards against their headers, sizes and manifest")
     p.add_argument("folder", type=Path)
-    p.add_argument(
-        "--full", action="store_true", help="read every byte: hashes, token range, document counts"
-    )
+    p.add_argument("--full", action="store_true", help="read every byte: hashes, token range, document counts")
 
-    p = command(
-        "stats", run_stats, "count tokens and documents, and draw the distribution of document lengths"
-    )
+    p = command("stats", run_stats, "count tokens and documents, and draw the distribution of document lengths")
     p.add_argument("folder", type=Path)
     p.add_argument("--picture", type=Path, help="PNG or SVG file (default: lengths.png in the folder)")
 
@@ -261,18 +230,12 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("train", type=Path, help="folder (its train shards) or one shard")
     p.add_argument("val", type=Path, help="folder (its val shards) or one shard")
     p.add_argument("--ngram", type=positive, default=13, help="tokens per n-gram (default: %(default)s)")
-    p.add_argument(
-        "--near", type=float, default=0.8, help="share of n-grams that makes a match (default: %(default)s)"
-    )
+    p.add_argument("--near", type=float, default=0.8, help="share of n-grams that makes a match (default: %(default)s)")
     p.add_argument("--show", type=int, default=10, help="matches to list (default: %(default)s)")
 
-    p = command(
-        "bench", run_bench, "measure `build` against a plain loop over the same documents, and its memory"
-    )
+    p = command("bench", run_bench, "measure `build` against a plain loop over the same documents, and its memory")
     p.add_argument("--tokens", type=quantity, default=20_000_000, help="size of the text (default: 20M)")
-    p.add_argument(
-        "--workers", type=positive, default=cpu_count(), help="tokenizer processes (default: all cores)"
-    )
+    p.add_argument("--workers", type=positive, default=cpu_count(), help="tokenizer processes (default: all cores)")
     p.add_argument("--json", type=Path, help="write the numbers to this file too")
     return parser
 
@@ -295,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not full and error.errno not in _FOLDER_ERRORS:
             raise
         advice = "free some space and run the same command again" if full else "choose another folder"
-        where = error.filename or getattr(args, "out", None) or "disk"
+        where = getattr(args, "out", None) or error.filename or "disk"
         print(f"error: {where}: {error.strerror}; {advice}", file=sys.stderr)
         return 7 if full else 2
     except KeyboardInterrupt:

@@ -63,9 +63,7 @@ def write_corpus(path: Path, tokens: int) -> None:
     from data.sample import sample_documents
 
     texts = [
-        text[i : i + DOCUMENT_CHARACTERS]
-        for _, text in sample_documents()
-        for i in range(0, len(text), DOCUMENT_CHARACTERS)
+        text[i : i + DOCUMENT_CHARACTERS] for _, text in sample_documents() for i in range(0, len(text), DOCUMENT_CHARACTERS)
     ]
     wanted = tokens / _TOKENS_PER_CHARACTER
     schema = pa.schema([("text", pa.string())])
@@ -210,9 +208,7 @@ def bench(tokens: int, workers: int, json_path: Path | None = None) -> int:
             run_build("datasets", "--dataset", str(corpora["whole"].parent))
             run_build("datasets, quarter", "--dataset", str(corpora["quarter"].parent))
         if not _same_tokens(Path(scratch) / "plain", Path(scratch) / "build"):
-            raise user_error(
-                "build and the plain loop wrote different tokens: one of them is wrong, please report it"
-            )
+            raise user_error("build and the plain loop wrote different tokens: one of them is wrong, please report it")
     print(f"{processor()}, {cores} cores; tokens of both sides equal")
     for name, run in results.items():
         print(
@@ -231,9 +227,7 @@ def bench(tokens: int, workers: int, json_path: Path | None = None) -> int:
     if json_path is not None:
         rows = {name: asdict(run) for name, run in results.items()}
         summary = {"processor": processor(), "cores": cores, "ratio": ratio, "ratio_all_cores": equal}
-        json_path.write_text(
-            json.dumps({"schema": 1, **summary, "memory_growth": growth, "runs": rows}, indent=1)
-        )
+        json_path.write_text(json.dumps({"schema": 1, **summary, "memory_growth": growth, "runs": rows}, indent=1))
     return 0
 
 

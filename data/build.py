@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -78,6 +79,7 @@ def _start_worker() -> None:
             os._exit(1)
 
     threading.Thread(target=follow_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent deals with it
     gpt2_encoding()
 
 
@@ -95,10 +97,8 @@ def encode_in_order(batches: Iterator[Batch], workers: int) -> Generator[tuple[B
         while True:
             try:
                 batch = next(batches, None)
-            except (
-                Exception
-            ) as error:  # what was read before it is still written, and saved for the next build
-                failure = error
+            except Exception as error:
+                failure = error  # raised below: what was read before it is still written
                 break
             if batch is None:
                 break
@@ -113,8 +113,7 @@ def encode_in_order(batches: Iterator[Batch], workers: int) -> Generator[tuple[B
             raise failure
     except BrokenProcessPool:
         raise user_error(
-            "a tokenizer process died, most likely for lack of memory; run the same command again with fewer "
-            "--workers"
+            "a tokenizer process died, most likely for lack of memory; run the same command again with fewer --workers"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -140,13 +139,9 @@ def read_progress(folder: Path) -> Progress | None:
     except FileNotFoundError:
         return None
     except ValueError:
-        raise user_error(
-            f"{path}: not valid JSON; remove it and the shards beside it to start over"
-        ) from None
+        raise user_error(f"{path}: not valid JSON; remove it and the shards beside it to start over") from None
     if content.pop("schema", None) != STATE_SCHEMA:
-        raise user_error(
-            f"{path}: written by another version; remove it and the shards beside it to start over"
-        )
+        raise user_error(f"{path}: written by another version; remove it and the shards beside it to start over")
     content["shards"] = [Shard(**shard) for shard in content["shards"]]
     return Progress(**content)
 
@@ -163,9 +158,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise user_error(
-                f"{folder}: another process is writing shards here; wait for it, or use another folder"
-            ) from None
+            raise user_error(f"{folder}: another process is writing shards here; wait for it, or use another folder") from None
         yield
     finally:
         os.close(fd)
@@ -211,8 +204,7 @@ class ShardCutter:
             self.total += end - begin
             begin = end
             if self._writer.tokens == self.shard_tokens:
-                # Documents that end at or before `end` are whole; `inside` tokens of the next are written
-                # too.
+                # Documents that end at or before `end` are whole; `inside` is what the next one has here.
                 whole = int(np.searchsorted(encoded.ends_D, end, side="right"))
                 inside = end - (int(encoded.ends_D[whole - 1]) if whole else 0)
                 begun = whole + (inside > 0)
@@ -220,8 +212,7 @@ class ShardCutter:
                 self.progress.position = batch.start
                 self.progress.documents = batch.first + whole
                 self.progress.tokens = inside
-                # Characters of a document are counted with its first token, which a resumed build does not
-                # write.
+                # A document's characters count with its first token: not again after a resume inside it.
                 counted = int(encoded.replaced_D[0]) if skip else 0
                 self.progress.replaced = self._replaced + int(encoded.replaced_D[:begun].sum()) - counted
                 write_progress(self.folder, self.progress)
@@ -278,14 +269,10 @@ def _begin(folder: Path, identity: dict[str, Any]) -> Progress | None:
         }
         recorded |= {"dataset": manifest.dataset, "config": manifest.config, "revision": manifest.revision}
         if recorded != identity:
-            raise user_error(
-                f"{folder}: holds another set ({_difference(recorded, identity)}); choose another --out"
-            )
+            raise user_error(f"{folder}: holds another set ({_difference(recorded, identity)}); choose another --out")
         for shard in manifest.shards:
             if read_header(folder / shard.file) != shard.tokens:
-                raise user_error(
-                    f"{folder / shard.file}: not what the manifest says; remove {MANIFEST_NAME} and shards"
-                )
+                raise user_error(f"{folder / shard.file}: not what the manifest says; remove {MANIFEST_NAME} and shards")
         (folder / STATE_NAME).unlink(missing_ok=True)
         return None
     progress = read_progress(folder)
@@ -302,9 +289,7 @@ def _begin(folder: Path, identity: dict[str, Any]) -> Progress | None:
         )
     for shard in progress.shards:
         if read_header(folder / shard.file) != shard.tokens:
-            raise user_error(
-                f"{folder / shard.file}: changed since it was built; remove {STATE_NAME} and the shards"
-            )
+            raise user_error(f"{folder / shard.file}: changed since it was built; remove {STATE_NAME} and the shards")
     return progress
 
 
@@ -319,11 +304,7 @@ def recorded_revision(folder: Path, dataset: str) -> str:
     if manifest is not None:
         return manifest.revision if manifest.dataset == dataset else ""
     progress = read_progress(folder) if folder.is_dir() else None
-    return (
-        progress.identity["revision"]
-        if progress is not None and progress.identity["dataset"] == dataset
-        else ""
-    )
+    return progress.identity["revision"] if progress is not None and progress.identity["dataset"] == dataset else ""
 
 
 def build(
@@ -352,8 +333,13 @@ def build(
         skip = progress.tokens
         bar = tqdm(initial=cutter.total, unit=" tokens", unit_scale=True, disable=None, mininterval=0.5)
         encoded_batches = encode_in_order(batches, workers)
+        # Before the first shard: one that was finished right before a kill must not look like somebody
+        # else's.
+        write_progress(folder, progress)
         try:
             for batch, encoded in encoded_batches:
+                if max_tokens and cutter.total >= max_tokens and not skip:
+                    break  # resumed behind the last shard
                 left = max_tokens - cutter.total + skip
                 last = bool(max_tokens) and left <= len(encoded.tokens_T)
                 cutter.add(batch, cut_at(encoded, left) if last else encoded, skip)
@@ -362,12 +348,16 @@ def build(
                 if last:
                     break
             replaced = cutter.finish()
+            if not progress.shards:
+                raise user_error(f"{identity['dataset']}: no documents")
+        except BaseException:
+            if not progress.shards:
+                (folder / STATE_NAME).unlink()  # nothing to go on from
+            raise
         finally:
             encoded_batches.close()
             cutter.abandon()
             bar.close()
-        if not progress.shards:
-            raise user_error(f"{identity['dataset']}: no documents")
         extra = {k: v for k, v in identity.items() if k not in _MANIFEST_FIELDS}
         manifest = Manifest(
             identity["dataset"],

@@ -44,9 +44,7 @@ def verify(folder: Path, full: bool = False) -> list[str]:
         for lines in pool.map(lambda path: list(check(path)), paths):
             problems += lines
     here = {path.name for path in paths}
-    problems += [
-        f"{folder / name}: missing; fetch or build it again" for name in recorded if name not in here
-    ]
+    problems += [f"{folder / name}: missing; fetch or build it again" for name in recorded if name not in here]
     if full and not problems:
         problems += [f"{path}: does not start with a document" for path in paths if not _starts_well(path)]
     return problems
@@ -121,9 +119,7 @@ def find_document(paths: list[Path], number: int) -> np.ndarray:
     for seen, tokens_T in enumerate(documents(paths), 1):
         if seen == number + 1:
             return tokens_T
-    raise user_error(
-        f"{paths[0].parent}: has {seen} documents, numbered from 0; there is no document {number}"
-    )
+    raise user_error(f"{paths[0].parent}: has {seen} documents, numbered from 0; there is no document {number}")
 
 
 @dataclass(frozen=True)
@@ -153,20 +149,14 @@ def draw_lengths(lengths_D: np.ndarray, title: str, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = np.maximum(
-        lengths_D, 1
-    )  # a logarithm has no place for empty documents: they stand with those of 1
+    shown = np.maximum(lengths_D, 1)  # a logarithm has no place for empty documents: they stand with those of 1
     edges = np.geomspace(1, max(2, int(shown.max()) + 1), 61)
     figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for weights, label in ((None, "documents"), (lengths_D, "tokens")):
         counts, _ = np.histogram(shown, edges, weights=weights)
-        axis.stairs(
-            counts / max(1, counts.sum()), edges, fill=weights is None, alpha=0.6, label=f"share of {label}"
-        )
+        axis.stairs(counts / max(1, counts.sum()), edges, fill=weights is None, alpha=0.6, label=f"share of {label}")
     for value, label in ((np.median(lengths_D), "median"), (1024, "T = 1024")):
-        axis.axvline(
-            value, color="black", linewidth=0.8, linestyle="--" if label == "median" else ":", label=label
-        )
+        axis.axvline(value, color="black", linewidth=0.8, linestyle="--" if label == "median" else ":", label=label)
     axis.set(xscale="log", xlabel="tokens in a document", ylabel="share", title=title)
     axis.legend()
     figure.savefig(picture, dpi=120)

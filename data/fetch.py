@@ -49,9 +49,7 @@ class Wanted:
 
     def choose(self, files: list[RemoteFile]) -> list[RemoteFile]:
         """The files to fetch, in order. Raises UserError where the data set has fewer than asked for."""
-        named = sorted(
-            (m["split"] != "val", int(m["index"]), f) for f in files if (m := SHARD_NAME.fullmatch(f.name))
-        )
+        named = sorted((m["split"] != "val", int(m["index"]), f) for f in files if (m := SHARD_NAME.fullmatch(f.name)))
         val = [f for is_train, _, f in named if not is_train]
         train = [f for is_train, _, f in named if is_train]
         if not train:
@@ -63,9 +61,7 @@ class Wanted:
                 reached += (train[count].bytes - HEADER_BYTES) // 2
                 count += 1
             if reached < self.tokens:
-                raise user_error(
-                    f"the data set has {reached:,} train tokens, fewer than {self.tokens:,}; ask for less"
-                )
+                raise user_error(f"the data set has {reached:,} train tokens, fewer than {self.tokens:,}; ask for less")
         if count > len(train):
             raise user_error(f"the data set has {len(train)} train shards, fewer than {count}; ask for less")
         return val + train[:count]
@@ -94,9 +90,7 @@ class Fetcher:
             if sha256_of(path) == file.sha256:
                 return verify_shard(path, full=True)
             if not recorded:
-                raise user_error(
-                    f"{path}: not the hub's file of this name; move it away or choose another --out"
-                )
+                raise user_error(f"{path}: not the hub's file of this name; move it away or choose another --out")
             tqdm.write(f"{path}: damaged, fetching it again")
         with_retries(
             f"{self.dataset}/{file.name}",
@@ -135,9 +129,7 @@ def fetch(
     """
     repository = KNOWN.get(dataset, dataset)
     if "/" not in repository:
-        raise user_error(
-            f"{dataset}: unknown data set; known are {', '.join(KNOWN)}, others go by OWNER/NAME"
-        )
+        raise user_error(f"{dataset}: unknown data set; known are {', '.join(KNOWN)}, others go by OWNER/NAME")
     before = read_manifest(folder)
     if before is not None and before.dataset != repository:
         raise user_error(f"{folder}: holds shards of {before.dataset}; choose another --out")
@@ -145,8 +137,7 @@ def fetch(
     commit = commit or resolve_revision(repository, revision, retries)
     if before is not None and before.revision != commit:
         raise user_error(
-            f"{folder}: holds revision {before.revision}, not {commit}; "
-            "leave out --revision or choose another --out"
+            f"{folder}: holds revision {before.revision}, not {commit}; leave out --revision or choose another --out"
         )
     files = wanted.choose(list_files(repository, commit, retries))
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,9 +148,7 @@ def fetch(
         _check_disk(fetcher, files)
 
         def record() -> Manifest:
-            manifest = Manifest(
-                repository, "", commit, "", [shards[name] for name in sorted(shards, key=_order)]
-            )
+            manifest = Manifest(repository, "", commit, "", [shards[name] for name in sorted(shards, key=_order)])
             write_manifest(folder, manifest)
             return manifest
 

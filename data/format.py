@@ -90,9 +90,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self._file.close()
         finally:
@@ -123,9 +121,7 @@ class ShardWriter:
         # Hashed from the file, not from memory: what the manifest records is what a reader will see.
         sha256 = hashlib.file_digest(self._file, "sha256").hexdigest()
         if expect_sha256 not in ("", sha256):
-            raise user_error(
-                f"{self.path}: came out with sha256 {sha256} instead of {expect_sha256}; not kept"
-            )
+            raise user_error(f"{self.path}: came out with sha256 {sha256} instead of {expect_sha256}; not kept")
         os.replace(self._partial, self.path)
         fsync_dir(self.path.parent)
         return Shard(self.path.name, self.tokens, self.documents, sha256, HEADER_BYTES + 2 * self.tokens)

@@ -46,9 +46,7 @@ def passes_with_time(error: BaseException) -> bool:
     if isinstance(error, errors.HfHubHTTPError):
         return error.response.status_code in (408, 429) or error.response.status_code >= 500
     if isinstance(error, OSError):
-        return (
-            error.errno is None
-        )  # the client's own "consistency check failed"; a real errno is this machine's
+        return error.errno is None  # the client's own "consistency check failed"; a real errno is this machine's
     # A ValueError is an answer that is not JSON: a login page, a proxy's apology.
     return isinstance(error, httpx2.TransportError | Damaged | ValueError) and not is_user_error(error)
 
@@ -110,9 +108,7 @@ def resolve_revision(dataset: str, revision: str = "", retries: int = RETRIES) -
     try:
         return with_retries(what, request, retries)
     except errors.HFValidationError as error:
-        raise user_error(
-            f"{dataset}: neither a folder here nor a name on the hub ({one_line(error)})"
-        ) from None
+        raise user_error(f"{dataset}: neither a folder here nor a name on the hub ({one_line(error)})") from None
 
 
 @dataclass(frozen=True)

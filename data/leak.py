@@ -177,7 +177,5 @@ def find_leaks(train: list[Path], val: list[Path], n: int = NGRAM, near: float =
         if document in exact:
             leak.matches.append(Match(document, tokens, exact[document], 1.0, True))
         elif best[document] >= near:
-            leak.matches.append(
-                Match(document, tokens, int(best_train[document]), float(best[document]), False)
-            )
+            leak.matches.append(Match(document, tokens, int(best_train[document]), float(best[document]), False))
     return leak

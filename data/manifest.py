@@ -102,7 +102,5 @@ def read_manifest(folder: Path) -> Manifest | None:
     except (KeyError, TypeError, AttributeError) as error:
         raise user_error(f"{path}: a field is missing or has the wrong form ({error})") from None
     if manifest.fingerprint != recorded:
-        raise user_error(
-            f"{path}: its fingerprint does not fit its shards; it was edited, fetch or build again"
-        )
+        raise user_error(f"{path}: its fingerprint does not fit its shards; it was edited, fetch or build again")
     return manifest

@@ -43,15 +43,11 @@ def pypi_archive(requirement: str, sha256: str, folder: Path) -> Path:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise user_error(
-                f"pip download {requirement}: no end after {_TIMEOUT_S} s; is the index up?"
-            ) from None
+            raise user_error(f"pip download {requirement}: no end after {_TIMEOUT_S} s; is the index up?") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
         reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
-        raise user_error(
-            f"pip download {requirement} failed: {reason.strip()}; is a package index reachable?"
-        )
+        raise user_error(f"pip download {requirement} failed: {reason.strip()}; is a package index reachable?")
     for path in folder.iterdir():
         if hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
             return path

@@ -11,6 +11,7 @@ import contextlib
 import glob
 import hashlib
 import json
+import logging
 import os
 import shutil
 import threading
@@ -149,9 +150,7 @@ class LocalFiles:
         try:
             with pq.ParquetFile(path, buffer_size=1 << 20) as file:
                 if self.column not in file.schema_arrow.names:
-                    raise user_error(
-                        f"{path}: no column {self.column!r}, only {', '.join(file.schema_arrow.names)}"
-                    )
+                    raise user_error(f"{path}: no column {self.column!r}, only {', '.join(file.schema_arrow.names)}")
                 row = 0
                 for group in range(file.num_row_groups):
                     size = file.metadata.row_group(group).num_rows
@@ -179,9 +178,7 @@ def parquet_text(value: bytes | None, where: str) -> str:
 def checked_text(row: dict[str, Any], column: str, where: str) -> str:
     """`row[column]`, a string. Raises UserError for a missing field, null or another type."""
     if column not in row:
-        raise user_error(
-            f"{where}: no field {column!r}, only {', '.join(map(repr, row)) or 'none'}; see --text-column"
-        )
+        raise user_error(f"{where}: no field {column!r}, only {', '.join(map(repr, row)) or 'none'}; see --text-column")
     text = row[column]
     if not isinstance(text, str):
         raise user_error(f"{where}: field {column!r} is {type(text).__name__}, not text")
@@ -214,13 +211,9 @@ class HubDataset:
     def _resolve(self, revision: str) -> str:
         if Path(self.dataset).is_dir():
             if revision and not revision.startswith("files:"):
-                raise user_error(
-                    f"{self.dataset} is a local folder, which has no revisions; leave out --revision"
-                )
+                raise user_error(f"{self.dataset} is a local folder, which has no revisions; leave out --revision")
             root = Path(self.dataset)
-            files = sorted(
-                p for p in root.rglob("*") if p.is_file() and not p.is_relative_to(root / ".cache")
-            )
+            files = sorted(p for p in root.rglob("*") if p.is_file() and not p.is_relative_to(root / ".cache"))
             listing = "".join(f"{p.relative_to(root).as_posix()}\0{p.stat().st_size}\n" for p in files)
             return "files:" + hashlib.sha256(listing.encode()).hexdigest()
         from data.hub import resolve_revision
@@ -232,10 +225,9 @@ class HubDataset:
         try:
             import datasets
         except ImportError:
-            raise user_error(
-                "reading a data set needs the library `datasets`: pip install datasets"
-            ) from None
+            raise user_error("reading a data set needs the library `datasets`: pip install datasets") from None
         datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(logging.CRITICAL)  # it logs each error that it raises
         pinned = {} if self.revision.startswith("files:") else {"revision": self.revision}
         with _one_line(f"{self.dataset} ({self.config or 'default'})"):
             return datasets.load_dataset_builder(self.dataset, name=self.config or None, **pinned)
@@ -256,9 +248,7 @@ class HubDataset:
             opened = builder.as_streaming_dataset(split=self.split)
             names = opened.column_names or list(next(iter(opened.take(1)), {self.column: ""}))
         if self.column not in names:
-            raise user_error(
-                f"{self.dataset}: no column {self.column!r}, only {', '.join(names)}; see --text-column"
-            )
+            raise user_error(f"{self.dataset}: no column {self.column!r}, only {', '.join(names)}; see --text-column")
         return opened.select_columns([self.column])
 
     def file_names(self) -> list[str]:
@@ -267,9 +257,7 @@ class HubDataset:
         """
         files = dict(self._builder().config.data_files or {})
         if self.split not in files:
-            raise user_error(
-                f"{self.dataset}: no split {self.split!r}, only {', '.join(map(str, files)) or 'none'}"
-            )
+            raise user_error(f"{self.dataset}: no split {self.split!r}, only {', '.join(map(str, files)) or 'none'}")
         prefix = f"hf://datasets/{self.dataset}@{self.revision}/"
         return [str(name).removeprefix(prefix) for name in files[self.split]]
 
@@ -338,9 +326,7 @@ class CheckedHubFiles(LocalFiles):
         [file] = describe_files(dataset, commit, [self.names[index]])
         whole = self._folder / f".source-{file.sha256[:16]}{self.paths[index].suffix}"
         if not whole.is_file() or sha256_of(whole) != file.sha256:
-            growing = whole.with_suffix(
-                ".download"
-            )  # kept when a build is killed: the next one goes on with it
+            growing = whole.with_suffix(".download")  # kept when a build is killed: the next one goes on with it
             free = shutil.disk_usage(self._folder).free
             if file.bytes > free:
                 raise user_error(f"{self._folder}: {file.name} needs {file.bytes:,} bytes, {free:,} are free")

