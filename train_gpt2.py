@@ -156,11 +156,12 @@ class Config:
     head_precision: Literal["same", "fp8"] = opt("same", "matrix products of the head in training; fp8 needs compute capability 8.9")
     compile: Toggle = opt("auto", "torch.compile the blocks; auto: on for CUDA (measured not to pay on CPU)")
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = opt("auto", "SDPA backend; auto: the fastest that works")
-    parallel: Literal["owner", "ddp", "zero1"] = opt(
-        "owner", "several ranks. ddp: all replicated. owner: each Muon matrix updated by one rank. zero1: AdamW too"
+    parallel: Literal["owner", "ddp", "zero1", "fsdp2", "fsdp3"] = opt(
+        "owner", "several ranks. ddp: all replicated. owner: each Muon matrix updated by one rank. zero1: AdamW too. fsdp2, fsdp3: "
+        "weights sharded as well, by FSDP2 that keeps or frees them between forward and backward"
     )
     ddp_bucket_mb: int = opt(25, "DDP gradient bucket size in MB")
-    reduce_precision: Literal["fp32", "bf16"] = opt("fp32", "type in which gradients travel between ranks (ddp, owner, zero1)")
+    reduce_precision: Literal["fp32", "bf16"] = opt("fp32", "type in which gradients travel between ranks (not with ddp)")
     recompute: Literal["off", "selective", "block"] = opt(
         "off", "activations computed again in the backward pass. selective: never attention, every second matrix product"
     )
@@ -289,6 +290,8 @@ def check_config(cfg: Config) -> None:
         raise UserError(f"--val-tokens {cfg.val_tokens} must be a multiple of --seq-len {cfg.seq_len}")
     if 2 * cfg.value_embeds > cfg.n_layer:
         raise UserError(f"--value-embeds {cfg.value_embeds} needs at least {2 * cfg.value_embeds} blocks; --n-layer is {cfg.n_layer}")
+    if cfg.reduce_precision == "bf16" and cfg.parallel == "ddp":
+        raise UserError("--reduce-precision bf16 goes with --parallel owner, zero1, fsdp2 or fsdp3, not with ddp")
     if cfg.keep < 2:
         raise UserError(f"--keep {cfg.keep}: at least 2 verified checkpoints are kept, since the newest can be bad")
     parse_cadence(cfg.checkpoint_every)
@@ -924,6 +927,24 @@ def muon_update(
     return torch.where(skip, p_KRC, p_KRC - lr * scale * update)
 
 
+def local(t: Tensor) -> Tensor:
+    """This rank's part of a tensor that FSDP shards; any other as it is."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def whole(t: Tensor) -> Tensor:
+    """The whole of a sharded tensor, gathered (a collective of all ranks); any other as it is."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def write_shard(t: Tensor, full: Tensor) -> None:
+    """Copies a whole tensor into a sharded one, each rank its own part."""
+    from torch.distributed.tensor import distribute_tensor
+
+    part = distribute_tensor(full, t.device_mesh, t.placements, src_data_rank=None).to_local() if hasattr(t, "to_local") else full
+    local(t).copy_(part)
+
+
 MUON_WEIGHTS = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight")
 
 
@@ -954,6 +975,7 @@ class Optimizer:
     owner:  as soon as a Muon gradient is complete in the backward pass it is reduced to the one rank that owns the matrix
             and its momentum; that rank orthogonalizes it and broadcasts the new weights. AdamW gradients are all-reduced.
     zero1:  AdamW parameters have owners too (ZeRO stage 1, Rajbhandari et al. 2020, by whole parameters).
+    fsdp*:  FSDP2 has averaged and sharded the gradients; AdamW updates shards, Muon gathers whole matrices for their owner.
     Collectives are started in one fixed order on every rank and their handles kept until waited for.
     """
 
@@ -961,23 +983,25 @@ class Optimizer:
         self.cfg, self.rank, self.world = cfg, rank, world
         self.params = dict(model.named_parameters())
         self.reduces = world > 1 and cfg.parallel != "ddp"
-        muon_cost = {n: float(p.numel() * min(matrices(n, p).shape[1:])) for n, p in self.params.items() if is_muon(n, cfg)}
+        self.sharded = {n: p for n, p in self.params.items() if hasattr(p, "to_local")}
+        shapes = {n: matrices(n, torch.empty(p.shape, device="meta")).shape for n, p in self.params.items() if is_muon(n, cfg)}
+        muon_cost = {n: float(shape.numel() * min(shape[1:])) for n, shape in shapes.items()}
         adam_cost = {n: float(p.numel()) for n, p in self.params.items() if n not in muon_cost}
         self.owner: dict[str, int] = {}  # parameters with one owner; the others are updated by every rank
         if self.reduces:
             self.owner |= assign_owners(muon_cost, world)
         if self.reduces and cfg.parallel == "zero1":
             self.owner |= assign_owners(adam_cost, world)
-        mine = {n: p for n, p in self.params.items() if self.owner.get(n, rank) == rank}
+        mine = {n: p if n in muon_cost else local(p.detach()) if n in self.sharded else p for n, p in self.params.items() if self.owner.get(n, rank) == rank}
 
         # Muon: matrices of one shape are one stack; momentum lives as the stack.
         self.stacks: dict[tuple[int, ...], list[str]] = {}
         for name in muon_cost:
             if name in mine:
-                self.stacks.setdefault(tuple(matrices(name, mine[name]).shape[1:]), []).append(name)
+                self.stacks.setdefault(tuple(shapes[name][1:]), []).append(name)
         self.momentum, self.second = {}, {}
         for shape, names in self.stacks.items():
-            count = sum(matrices(n, mine[n]).size(0) for n in names)
+            count = sum(shapes[n][0] for n in names)
             device = mine[names[0]].device
             self.momentum[shape] = torch.zeros(count, *shape, device=device)
             self.second[shape] = torch.zeros(count, shape[0], 1, device=device) if cfg.muon_beta2 else None
@@ -986,9 +1010,8 @@ class Optimizer:
         # AdamW: torch's own fused one, a group for each learning rate and decay. Its state is made here and now, so that
         # a checkpoint can be loaded into it.
         groups: dict[tuple[float, float], list[Tensor]] = {}
-        self.adam_names = [n for n in adam_cost if n in mine]
-        for name in self.adam_names:
-            p = mine[name]
+        self.adam_params = {n: mine[n] for n in adam_cost if n in mine}
+        for name, p in self.adam_params.items():
             matrix = p.ndim >= 2 and not name.endswith("gate.weight")
             lr = cfg.embed_lr if name.startswith(("wte", "wpe", "value_tables")) else cfg.head_lr if name.startswith("head") else cfg.lr if matrix else cfg.scalar_lr
             groups.setdefault((lr, cfg.weight_decay if matrix else 0.0), []).append(p)
@@ -1003,8 +1026,8 @@ class Optimizer:
 
         # Gradient reduction in the backward pass, in one fixed order: last parameter first. Small ones go together.
         self.works: list[tuple[Any, Tensor, Tensor]] = []
-        self.order = [n for n in reversed(self.params) if self.params[n].numel() >= 65_536]
-        self.small = [n for n in self.params if self.params[n].numel() < 65_536]
+        self.order = [n for n in reversed(self.params) if self.params[n].numel() >= 65_536 and n not in self.sharded]
+        self.small = [n for n in self.params if self.params[n].numel() < 65_536 and n not in self.sharded]
         self.ready: set[str] = set()
         self.next = 0
         self.sync = True  # off for all but the last micro-step
@@ -1055,8 +1078,9 @@ class Optimizer:
             self.works.clear()
         squares = torch.zeros((), device=control.device)
         for owned in (True, False):
-            names = [n for n in self.params if (n in self.owner) == owned and self.owner.get(n, self.rank) == self.rank]
-            grads = [g for n in names if (g := self.params[n].grad) is not None]
+            names = [n for n in self.params if n not in self.sharded and (n in self.owner) == owned and self.owner.get(n, self.rank) == self.rank]
+            names += self.sharded if owned else []
+            grads = [local(g) for n in names if (g := self.params[n].grad) is not None]
             if grads:
                 share = torch.stack(torch._foreach_norm(grads)).square().sum()
                 squares = squares + (share if owned else share / self.world)
@@ -1072,14 +1096,16 @@ class Optimizer:
 
         lr_scale: the schedule's factor. mu: Muon momentum now. grad_scale: factor for all gradients (clipping).
         """
-        mine = [p for n, p in self.params.items() if self.owner.get(n, self.rank) == self.rank]
+        mine = [p for n, p in self.params.items() if n in self.sharded or self.owner.get(n, self.rank) == self.rank]
         if grad_scale is not None:
-            torch._foreach_mul_([p.grad for p in mine], grad_scale)
+            torch._foreach_mul_([local(p.grad) for p in mine], grad_scale)
+        gathered = {n: (whole(p.detach()), whole(p.grad)) for n, p in self.sharded.items() if is_muon(n, self.cfg)}  # type: ignore[arg-type]
         lr, mu_ = torch.tensor(self.cfg.muon_lr * lr_scale), torch.tensor(mu)
         works = []
         for shape, names in self.stacks.items():
-            ps = [m for n in names for m in matrices(n, self.params[n]).unbind()]
-            gs = [m for n in names for m in matrices(n, self.params[n].grad).unbind()]  # type: ignore[arg-type]
+            both = [gathered.get(n, (self.params[n], self.params[n].grad)) for n in names]
+            ps = [m for n, (p, _) in zip(names, both, strict=True) for m in matrices(n, p).unbind()]
+            gs = [m for n, (_, g) in zip(names, both, strict=True) for m in matrices(n, g).unbind()]  # type: ignore[arg-type]
             new = self.muon_update(
                 torch.stack(ps), torch.stack(gs), self.momentum[shape], self.second[shape],
                 lr, mu_, self.cfg.muon_wd, self.cfg.muon_beta2, skip,
@@ -1088,15 +1114,20 @@ class Optimizer:
         if self.adam is not None:
             for group in self.adam.param_groups:
                 group["lr"] = group["base_lr"] * lr_scale
+            for name in self.adam_params.keys() & self.sharded.keys():
+                self.adam_params[name].grad = local(self.params[name].grad)
             self.adam.found_inf = skip.float()  # the fused kernel leaves weights and moments alone where this is 1
             self.adam.step()
         for name, owner in self.owner.items():
-            works.append((dist.broadcast(self.params[name].data, src=owner, async_op=True), self.params[name]))
+            p = gathered[name][0] if name in gathered else self.params[name].data
+            works.append((dist.broadcast(p, src=owner, async_op=True), p))
         for work, _ in works:
             work.wait()
+        for name, (p, _) in gathered.items():
+            write_shard(self.params[name], p)
 
     def zero_grad(self) -> None:
-        for p in self.params.values():
+        for p in [*self.params.values(), *self.adam_params.values()]:
             p.grad = None
 
     def state(self) -> dict[str, Tensor]:
@@ -1105,16 +1136,25 @@ class Optimizer:
         for shape, names in self.stacks.items():
             at = 0
             for name in names:
-                count = matrices(name, self.params[name]).size(0)
+                count = 3 if name.endswith("attn.qkv.weight") else 1
                 out[f"momentum.{name}"] = self.momentum[shape][at : at + count].flatten(0, 1)
                 second = self.second[shape]
                 if second is not None:
                     out[f"second.{name}"] = second[at : at + count].flatten(0, 1)
                 at += count
-        for name in self.adam_names:
+        for name, p in self.adam_params.items():
             assert self.adam is not None
-            out |= {f"{key}.{name}": value for key, value in self.adam.state[self.params[name]].items()}
+            out |= {f"{key}.{name}": self._like(name, value) for key, value in self.adam.state[p].items()}
         return out
+
+    def _like(self, name: str, value: Tensor) -> Tensor:
+        """AdamW's moment of a sharded parameter, sharded like it."""
+        if name not in self.sharded or value.ndim == 0:
+            return value
+        from torch.distributed.tensor import DTensor
+
+        p: Any = self.sharded[name]
+        return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 # ------------------------------------------------------------------------------------------------ run directory
@@ -1203,12 +1243,12 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def save_weights(model: GPT, cfg: Config, path: Path) -> str:
-    """model.safetensors, fp32; returns its sha256."""
+def save_weights(model: GPT, cfg: Config, path: Path, state: dict[str, Tensor] | None = None) -> str:
+    """model.safetensors, fp32, from `state` where it was gathered before; returns its sha256."""
     from safetensors.torch import save_file
 
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    tensors = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+    tensors = {k: v.detach().cpu().contiguous() for k, v in (state or model.state_dict()).items()}
     save_file(tensors, temporary, metadata={"config": json.dumps(dataclasses.asdict(cfg))})
     with open(temporary, "rb") as f:
         os.fsync(f.fileno())
@@ -1765,11 +1805,17 @@ def setup_distributed(cfg: Config) -> tuple[int, int, torch.device]:
         if cfg.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise UserError(f"{torch.cuda.get_device_name(local)} has no native bf16; use --precision fp16")
     device = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
-    if world > 1:
+    if world > 1 or cfg.parallel.startswith("fsdp"):
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         # NCCL's watchdog kills without naming anyone; it comes after our own time limit.
         patience = datetime.timedelta(seconds=cfg.comm_timeout + (30 if kind == "cuda" else 0))
-        dist.init_process_group(backend, timeout=patience, device_id=device if kind == "cuda" else None)
+        # torchrun keeps one store over its restarts: without a prefix, an attempt would connect to addresses of the one
+        # before it (pytorch issue 135712; seen here with torch 2.13).
+        meeting = dist.HashStore() if world == 1 else next(iter(dist.rendezvous("env://", timeout=patience)))[0]
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), meeting)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=patience, device_id=device if kind == "cuda" else None
+        )
     return rank, world, device
 
 
@@ -1898,7 +1944,7 @@ class Trainer:
         self.created = not run_dir.exists()
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            self.lock = lock_run(run_dir, patience=30.0 if cfg.resume else 0.0)
+            self.lock = lock_run(run_dir, patience=min(30.0, cfg.comm_timeout / 2) if cfg.resume else 0.0)
             resume_from = find_checkpoint(cfg, run_dir, self.say) if cfg.resume else None
             (run_dir / "checkpoints").mkdir(exist_ok=True)
         except (OSError, UserError) as e:
@@ -1980,16 +2026,15 @@ class Trainer:
             for block in self.model.blocks:  # blocks of one kind share one compilation
                 block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
         self.compiled = compiled
+        self.sharded = cfg.parallel.startswith("fsdp")
+        if self.sharded:
+            self.shard_model()
         self.ddp: nn.Module = self.model
         if self.world > 1 and cfg.parallel == "ddp":
             self.ddp = nn.parallel.DistributedDataParallel(
                 self.model, device_ids=[device.index] if device.type == "cuda" else None, bucket_cap_mb=cfg.ddp_bucket_mb,
                 gradient_as_bucket_view=True, broadcast_buffers=False,
             )  # fmt: skip
-            if cfg.reduce_precision == "bf16":
-                from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
-                self.ddp.register_comm_hook(None, bf16_compress_hook)
         self.optimizer = Optimizer(self.model, cfg, self.rank, self.world, compiled and device.type == "cuda")
         self.bad = torch.zeros((), dtype=torch.bool, device=device)  # sticky: set by the first non-finite loss or gradient
         # fp16: torch's GradScaler decides the scale from the one number that is non-finite if any gradient is.
@@ -2007,6 +2052,30 @@ class Trainer:
             self.wandb = WandbLog(cfg, self.run_dir)
         self.peak = peak_flops(device, cfg)
         self.flops = flops_per_token(cfg)
+
+    def shard_model(self) -> None:
+        """FSDP2: each block, then the rest; gradients are summed in --reduce-precision. It takes no 0-D parameters: those stay replicated."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+        kind = None if self.cfg.precision == "fp32" else self.model.dtype
+        reduce = COMPUTE_DTYPE[self.cfg.reduce_precision]
+        policy = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=reduce, cast_forward_inputs=False)
+        mesh = init_device_mesh(self.device.type, (self.world,))
+        scalars = {p for p in self.model.parameters() if p.ndim == 0}
+        for module in [*self.model.blocks, self.model]:
+            fully_shard(module, mesh=mesh, reshard_after_forward=self.cfg.parallel == "fsdp3", mp_policy=policy, ignored_params=scalars)
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo knows no scaled sum
+        register_fsdp_forward_method(self.model, "nll")
+
+    def reshard(self) -> None:
+        """After a forward without a backward FSDP still holds whole weights, which the next update would leave behind."""
+        for module in [*self.model.blocks, self.model] if self.sharded else []:
+            module.reshard()  # type: ignore[operator]
+
+    def weights(self) -> dict[str, Tensor]:
+        return {k: whole(v) for k, v in self.model.state_dict().items()}
 
     def warm_up(self) -> None:
         """Compiles and allocates with one whole step and one validation batch on made-up tokens, untimed.
@@ -2028,6 +2097,7 @@ class Trainer:
         self.optimizer.zero_grad()
         x = made_up(cfg.val_batch)
         self.model.nll(x, x)
+        self.reshard()
         self.synchronize()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -2039,6 +2109,8 @@ class Trainer:
         ddp = isinstance(self.ddp, nn.parallel.DistributedDataParallel)
         # Set before the forward: DDP decides there whether the backward will reduce.
         quiet = self.ddp.no_sync() if ddp and not last else contextlib.nullcontext()
+        if self.sharded:
+            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
         with quiet:
             loss = self.ddp(x, y)
             # DDP averages over ranks, the other modes sum.
@@ -2048,9 +2120,9 @@ class Trainer:
     # -- state
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything of this rank that a checkpoint holds, as named tensors (the live ones)."""
-        state = {f"model.{k}": v for k, v in self.model.state_dict().items()}
-        state |= {f"optimizer.{k}": v for k, v in self.optimizer.state().items()}
+        """Everything of this rank that a checkpoint holds, as named tensors: the live ones, gathered where they are sharded."""
+        state = {f"model.{k}": v for k, v in self.weights().items()}
+        state |= {f"optimizer.{k}": whole(v) for k, v in self.optimizer.state().items()}
         state[f"rng.cpu.{self.rank}"] = torch.get_rng_state()
         if self.device.type == "cuda":
             state[f"rng.cuda.{self.rank}"] = torch.cuda.get_rng_state(self.device)
@@ -2092,6 +2164,9 @@ class Trainer:
         if missing := sorted(set(wanted) - saved):
             raise UserError(f"{self.resume_from} lacks {missing[0]}: it belongs to another model or optimizer")
         dcp.load(wanted, storage_reader=reader, process_group=self.save_group, no_dist=self.world == 1)
+        if self.sharded:
+            for key, t in [(f"model.{k}", t) for k, t in self.model.state_dict().items()] + [(f"optimizer.{k}", t) for k, t in self.optimizer.state().items()]:
+                write_shard(t, wanted[key])
         if f"rng.cpu.{self.rank}" in wanted:
             torch.set_rng_state(wanted[f"rng.cpu.{self.rank}"])
         if f"rng.cuda.{self.rank}" in wanted:
@@ -2134,12 +2209,13 @@ class Trainer:
         began = time.perf_counter()
         cfg = self.cfg
         loss = evaluate_tokens(self.model, self.val_stream, cfg.val_tokens, cfg.seq_len, cfg.val_batch, self.rank, self.world)
+        self.reshard()
         seconds = time.perf_counter() - began
         self.val_s += seconds
         self.val_loss, self.val_step = loss, self.step
         self.best_val_loss = loss if self.best_val_loss is None else min(loss, self.best_val_loss)
         row = {"kind": "val", "step": self.step, "tokens": self.tokens, "val_loss": loss, "train_s": self.train_s, "val_s": seconds}
-        if self.main:  # on one sequence, eagerly: the compiled blocks cannot be looked into
+        if self.main and not self.sharded:  # on one sequence, eagerly: the compiled blocks cannot be looked into
             idx_BT = torch.from_numpy(self.val_stream.slice(0, cfg.seq_len).astype(np.int64)).unsqueeze(0).to(self.device)
             with torch.no_grad(), torch.compiler.set_stance("force_eager"), LargestLogit() as attention:
                 self.model.hidden(idx_BT)
@@ -2349,11 +2425,12 @@ class Trainer:
 
     def finish(self, code: Exit, reason: str) -> None:
         """Weights, result.json, and whatever must come after everything is written; nothing for a run that never began."""
+        done = code in (Exit.OK, Exit.STOPPED) and hasattr(self, "model")
+        state = self.weights() if done else None
         if not self.main or self.lock is None:
             return
         cfg = self.cfg
-        done = code in (Exit.OK, Exit.STOPPED)
-        weights = save_weights(self.model, cfg, self.run_dir / "model.safetensors") if done and hasattr(self, "model") else None
+        weights = save_weights(self.model, cfg, self.run_dir / "model.safetensors", state) if done else None
         rows = read_metrics(self.run_dir)["train"]
         steady = sorted(r["step_ms"] for r in rows[max(3, len(rows) // 10) :] or rows)
         median = steady[len(steady) // 2] if steady else None
