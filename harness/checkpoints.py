@@ -94,7 +94,8 @@ def prune(run_dir: Path, keep: int) -> int:
     from train_gpt2 import list_checkpoints, lock_run, verify_checkpoint
 
     lock = lock_run(run_dir, patience=0.0)
-    good, rest = [], []
+    good: list[Path] = []
+    rest: list[Path] = []
     for path in reversed(list_checkpoints(run_dir)):
         if len(good) < keep:
             try:
