@@ -30,7 +30,8 @@ MOST_STEADY = 200  # steady steps kept per run, evenly thinned: enough for the m
 RUN_FIELDS = frozenset(
     (
         *("run_dir", "seed", "data", "device", "wandb", "max_minutes"),
-        *("resume", "checkpoint_every", "keep", "mirror", "mtbf_hours"),
+        *("resume", "checkpoint_every", "keep", "mirror", "mtbf_hours", "spot_mtbf_hours", "on_save_error"),
+        *("on_finish", "on_finish_when"),
     )
 )
 PROTOCOL_FIELDS = ("data", "tokens", "seq_len", "document_mask", "dtype")
@@ -173,24 +174,19 @@ def read_runs(names: Iterable[str | Path]) -> list[Run]:
     for run in runs:
         if run.seed in seen:
             raise UserError(
-                f"{seen[run.seed].path} and {run.path} share seed {run.seed}: not two independent samples; "
-                "give one run per seed"
+                f"{seen[run.seed].path} and {run.path} share seed {run.seed}: not two independent samples; give one run per seed"
             )
         seen[run.seed] = run
     losses = {run.val_loss for run in runs if not run.diverged}
     if len(runs) > 1 and len(losses) == 1:
-        raise UserError(
-            f"{len(runs)} seeds ended on the same val loss {losses.pop()}: the seed does not reach the run"
-        )
+        raise UserError(f"{len(runs)} seeds ended on the same val loss {losses.pop()}: the seed does not reach the run")
     return runs
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any], where: str) -> list[str]:
     """One line for each key of `expected` whose value is another in `found`."""
     return [
-        f"{key}: baseline {expected[key]!r}, {where} {found.get(key)!r}"
-        for key in expected
-        if expected[key] != found.get(key)
+        f"{key}: baseline {expected[key]!r}, {where} {found.get(key)!r}" for key in expected if expected[key] != found.get(key)
     ]
 
 
@@ -231,9 +227,7 @@ def check(content: dict[str, Any], name: str) -> list[str]:
     if content.get("name") != name:
         problems.append(f"it calls itself {content.get('name')!r}")
     if content.get("kind") == "published":
-        problems += [
-            f"it has no {key}" for key in ("metric", "value", "datasets", "source") if not content.get(key)
-        ]
+        problems += [f"it has no {key}" for key in ("metric", "value", "datasets", "source") if not content.get(key)]
     elif content.get("kind") == "runs":
         losses = [run["val_loss"] for run in content["runs"]]
         if content["n"] != len(losses) or len({run["seed"] for run in content["runs"]}) != len(losses):
@@ -265,9 +259,7 @@ def write(content: dict[str, Any], folder: Path, replace: str | None) -> Path:
                 "record another name, or give the cause with --replace REASON"
             )
         if not replace.strip():
-            raise UserError(
-                "--replace needs a reason: what changed, and why the old baseline no longer holds"
-            )
+            raise UserError("--replace needs a reason: what changed, and why the old baseline no longer holds")
         old = read_json(path)
         history = [
             *old.get("history", []),
@@ -294,15 +286,11 @@ def write(content: dict[str, Any], folder: Path, replace: str | None) -> Path:
 def from_runs(name: str, runs: Sequence[Run], margin: float | None = None, note: str = "") -> dict[str, Any]:
     """Freeze finished runs that differ in nothing but the seed; raises UserError where they do."""
     if len(runs) < FEWEST_SEEDS:
-        raise UserError(
-            f"a baseline needs at least {FEWEST_SEEDS} seeds, got {len(runs)}; 10 or more are better"
-        )
+        raise UserError(f"a baseline needs at least {FEWEST_SEEDS} seeds, got {len(runs)}; 10 or more are better")
     first = runs[0]
     for run in runs:
         if run.diverged:
-            raise UserError(
-                f"{run.path} diverged ({run.result['exit_reason']}); it cannot be part of a baseline"
-            )
+            raise UserError(f"{run.path} diverged ({run.result['exit_reason']}); it cannot be part of a baseline")
         apart = [
             *differences(first.facts(), run.facts(), run.name),
             *differences(learning(first.config), learning(run.config), run.name),
@@ -313,10 +301,7 @@ def from_runs(name: str, runs: Sequence[Run], margin: float | None = None, note:
         if grid != [point["tokens"] for point in first.val]:
             apart.append(f"val curve: {run.name} was validated at other token counts")
         if apart:
-            raise UserError(
-                f"the runs of a baseline must be alike but for the seed; against {first.name}: "
-                + "; ".join(apart)
-            )
+            raise UserError(f"the runs of a baseline must be alike but for the seed; against {first.name}: " + "; ".join(apart))
     missing = [key for key, value in first.facts().items() if value is None]
     if missing:
         raise UserError(f"{first.path}/result.json does not say {', '.join(missing)}")
@@ -367,38 +352,28 @@ def source(env: dict[str, Any]) -> dict[str, Any]:
 
 def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("baseline", help="freeze runs as a baseline; list, show and verify baselines")
-    parser.add_argument(
-        "--folder", type=Path, default=FOLDER, help="where baselines are kept (default: the project's)"
-    )
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where baselines are kept (default: the project's)")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     record = actions.add_parser("record", help="freeze finished runs, one per seed")
     record.add_argument("name")
     record.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or its name under runs/")
-    record.add_argument(
-        "--margin", type=float, help="nats by which a later run may be worse (or differ), declared now"
-    )
+    record.add_argument("--margin", type=float, help="nats by which a later run may be worse (or differ), declared now")
     record.add_argument("--note", default="", help="what a reader should know, such as a shortened schedule")
 
     publish = actions.add_parser("publish", help="record a published number with its source")
     publish.add_argument("name")
     publish.add_argument("value", type=float, help="val loss in nats per token, or an accuracy from 0 to 1")
     publish.add_argument("--metric", choices=("val_loss", "hellaswag_acc_norm"), required=True)
-    publish.add_argument(
-        "--dataset", action="append", required=True, help="data set (or a copy of it); may be repeated"
-    )
+    publish.add_argument("--dataset", action="append", required=True, help="data set (or a copy of it); may be repeated")
     publish.add_argument("--source", required=True, help="where the number stands")
-    publish.add_argument(
-        "--val-tokens", type=int, help="tokens the val loss was taken over, if the source says so"
-    )
+    publish.add_argument("--val-tokens", type=int, help="tokens the val loss was taken over, if the source says so")
     publish.add_argument("--scoring", choices=("llmc", "lm-eval"), help="HellaSwag's scoring")
     publish.add_argument("--trained-tokens", type=int, help="tokens that the published model was trained on")
     publish.add_argument("--note", default="")
 
     for parser_of_writer in (record, publish):
-        parser_of_writer.add_argument(
-            "--replace", metavar="REASON", help="replace the baseline of that name; why"
-        )
+        parser_of_writer.add_argument("--replace", metavar="REASON", help="replace the baseline of that name; why")
     actions.add_parser("list", help="one line per baseline")
     actions.add_parser("show", help="one baseline in full").add_argument("name")
     actions.add_parser("verify", help="check hashes and numbers").add_argument("name", nargs="*")

@@ -94,9 +94,7 @@ def check_alike(runs: Sequence[Run], baseline: dict[str, Any], question: str) ->
             lines += differences(shared, facts, run.name)
             if question == "exact":
                 lines += differences(baseline["stack"], run.stack(), run.name)
-                if run.stack()["device"] != "cpu" and not (
-                    run.config["deterministic"] and baseline["deterministic"]
-                ):
+                if run.stack()["device"] != "cpu" and not (run.config["deterministic"] and baseline["deterministic"]):
                     lines.append(
                         f"deterministic: needed on both sides off the CPU; {run.name} "
                         f"{run.config['deterministic']}, baseline {baseline['deterministic']}"
@@ -137,7 +135,11 @@ def changes(run: Run, baseline: dict[str, Any]) -> list[str]:
     """What was changed on purpose, or at least is another: config fields and the trainer's source."""
     if baseline["kind"] == "published":
         return []
-    new, old = learning(run.config), baseline["config"]
+    from train_gpt2 import Config
+
+    # A field that the trainer did not have yet when the baseline was recorded had, in effect, its default.
+    default = learning(asdict(Config()))
+    new, old = default | learning(run.config), default | baseline["config"]
     lines = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted(new | old) if new.get(k) != old.get(k)]
     if source(run.env) != {"train_gpt2.py": baseline["train_gpt2_sha256"]}:
         lines.append("train_gpt2.py: another version")
@@ -173,9 +175,7 @@ def judge(
     if question == "target":
         if target is None:
             if baseline["kind"] != "published":
-                raise UserError(
-                    f"{baseline['name']} has no target: give --target LOSS, or a published baseline"
-                )
+                raise UserError(f"{baseline['name']} has no target: give --target LOSS, or a published baseline")
             target = baseline["value"]
     elif target is not None:
         raise UserError(f"--target means nothing for --question {question}")
@@ -184,15 +184,8 @@ def judge(
         question,
         Verdict.INCONCLUSIVE.name,
         int(Verdict.INCONCLUSIVE),
-        {
-            key: baseline[key]
-            for key in ("name", "hash", "recorded", "n", "mean", "std", "value")
-            if key in baseline
-        },
-        [
-            {"path": str(r.path), "seed": r.seed, "value": None if r.diverged else _value(r, baseline)}
-            for r in runs
-        ],
+        {key: baseline[key] for key in ("name", "hash", "recorded", "n", "mean", "std", "value") if key in baseline},
+        [{"path": str(r.path), "seed": r.seed, "value": None if r.diverged else _value(r, baseline)} for r in runs],
         "",
         margin=margin,
         changes=sorted({line for run in runs for line in changes(run, baseline)}),
@@ -214,11 +207,7 @@ def _decided(result: Result, verdict: Verdict, reason: str) -> Result:
 
 
 def _value(run: Run, baseline: dict[str, Any]) -> float:
-    return (
-        run.val_loss
-        if baseline.get("metric") != "hellaswag_acc_norm"
-        else hellaswag(run, baseline["scoring"])
-    )
+    return run.val_loss if baseline.get("metric") != "hellaswag_acc_norm" else hellaswag(run, baseline["scoring"])
 
 
 def _tested(
@@ -274,9 +263,7 @@ def _tested(
     return _decided(result, verdict, _reason(result, target, verdict, sign < 0))
 
 
-def _seeds_needed(
-    question: str, estimate: stats.Estimate, n: int, m: int, alpha: float, margin: float
-) -> int | None:
+def _seeds_needed(question: str, estimate: stats.Estimate, n: int, m: int, alpha: float, margin: float) -> int | None:
     """Seeds in all for a decision with 80% power if the present estimate and deviation are the truth."""
     against = None if question == "target" or estimate.method == "paired t" else m
     scale = (1 / n if against is None else 1 / n + 1 / m) ** 0.5
@@ -314,13 +301,9 @@ def _reason(result: Result, target: float | None, verdict: Verdict, more_is_bett
         return said[verdict]
     text = f"neither shown: {said[Verdict.PASS]}, nor {said[Verdict.FAIL]}"
     if result.seeds_needed is None:
-        return (
-            text + "; no number of new seeds decides it at this estimate (the baseline would need more, too)"
-        )
+        return text + "; no number of new seeds decides it at this estimate (the baseline would need more, too)"
     more = result.seeds_needed - result.seeds_used
-    return (
-        text + f"; about {more} more seeds ({result.seeds_needed} in all) would decide it, four times in five"
-    )
+    return text + f"; about {more} more seeds ({result.seeds_needed} in all) would decide it, four times in five"
 
 
 def _exact(result: Result, runs: Sequence[Run], baseline: dict[str, Any]) -> Result:
@@ -332,13 +315,9 @@ def _exact(result: Result, runs: Sequence[Run], baseline: dict[str, Any]) -> Res
         expected, found = known[run.seed]["curve"], run.curve()
         for before, now in zip(expected, found):
             if before != now:
-                return _decided(
-                    result, Verdict.FAIL, f"{run.name} departs by step {now['step']}: {_apart(before, now)}"
-                )
+                return _decided(result, Verdict.FAIL, f"{run.name} departs by step {now['step']}: {_apart(before, now)}")
         if len(expected) != len(found):
-            return _decided(
-                result, Verdict.FAIL, f"{run.name} has {len(found)} validations, not {len(expected)}"
-            )
+            return _decided(result, Verdict.FAIL, f"{run.name} has {len(found)} validations, not {len(expected)}")
     result.seeds_used = len(runs)
     return _decided(result, Verdict.PASS, f"every loss of {len(runs)} run(s) is equal to the last bit")
 
@@ -351,9 +330,7 @@ def _apart(before: dict[str, Any], now: dict[str, Any]) -> str:
     return "a train loss up to there differs, the val loss does not"
 
 
-def throughput(
-    runs: Sequence[Run], baseline: dict[str, Any], margin: float, alpha: float = 0.05
-) -> dict[str, Any]:
+def throughput(runs: Sequence[Run], baseline: dict[str, Any], margin: float, alpha: float = 0.05) -> dict[str, Any]:
     """Ratio of tokens/s to the baseline's with its bootstrap interval, on the same hardware only.
 
     PASS: not slower by `margin` (a part) or more; FAIL: slower; each end of the interval is missed with
@@ -401,9 +378,7 @@ def statement(result: Result) -> str:
         low, high = result.interval
         ends = f"{1 - 2 * result.alpha_spent:.3g} interval {low:+.5f} to {high:+.5f}"
         how = f"{result.method}, {result.df:.3g} degrees of freedom"
-        p_values = (
-            f"PASS {result.p_pass:.2g}, FAIL {result.p_fail:.2g}, each against {result.alpha_spent:.3g}"
-        )
+        p_values = f"PASS {result.p_pass:.2g}, FAIL {result.p_fail:.2g}, each against {result.alpha_spent:.3g}"
         rows += [("difference", f"{result.estimate:+.5f}, {ends} ({how})"), ("p-values", p_values)]
     if result.looks:
         plan = f"declared at {', '.join(map(str, result.looks))} seeds, alpha {result.alpha} spent evenly"
@@ -462,9 +437,7 @@ def _throughput_line(found: dict[str, Any]) -> str:
 
 def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("regress", help="test runs against a baseline: PASS, FAIL or INCONCLUSIVE")
-    parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="finished run, one per seed, in the order they came"
-    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="finished run, one per seed, in the order they came")
     parser.add_argument("--baseline", help="name of the baseline (python -m harness baseline list)")
     parser.add_argument("--folder", type=Path, default=baselines.FOLDER, help="where baselines are kept")
     parser.add_argument(
@@ -473,30 +446,20 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="target: mean loss at most a number. worse (default): worse by the margin or more? "
         "same: equal within the margin? exact: bit-equal?",
     )
-    parser.add_argument(
-        "--margin", type=float, help="acceptable difference in nats (default: the baseline's)"
-    )
+    parser.add_argument("--margin", type=float, help="acceptable difference in nats (default: the baseline's)")
     parser.add_argument("--target", type=float, help="the number to reach, for --question target")
-    parser.add_argument(
-        "--alpha", type=float, help="chance of a wrong verdict (default: target 0.01, others 0.05)"
-    )
+    parser.add_argument("--alpha", type=float, help="chance of a wrong verdict (default: target 0.01, others 0.05)")
     parser.add_argument(
         "--looks",
         metavar="N,N,...",
         help="seed counts at which you will look, declared before the first look",
     )
-    parser.add_argument(
-        "--throughput-margin", type=float, metavar="PART", help="also fail if slower; accepted loss"
-    )
+    parser.add_argument("--throughput-margin", type=float, metavar="PART", help="also fail if slower; accepted loss")
     parser.add_argument("--out", type=Path, help="path without suffix of verdict (.json) and statement (.md)")
     parser.add_argument("--watch", metavar="RUN", help="follow a running run instead")
     parser.add_argument("--poll", type=float, default=5.0, help="seconds between two looks of --watch")
-    parser.add_argument(
-        "--patience", type=float, default=1800.0, help="seconds of silence before --watch gives up"
-    )
-    parser.add_argument(
-        "--run-sample", action="store_true", help="train three seeds of the sample recipe and check them"
-    )
+    parser.add_argument("--patience", type=float, default=1800.0, help="seconds of silence before --watch gives up")
+    parser.add_argument("--run-sample", action="store_true", help="train three seeds of the sample recipe and check them")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -520,15 +483,11 @@ def run(args: argparse.Namespace) -> int:
     runs = read_runs(args.runs)
     question = args.question or "worse"
     looks = parse_looks(args.looks) if args.looks else None
-    result = judge(
-        runs, baseline, question, alpha=args.alpha, margin=args.margin, target=args.target, looks=looks
-    )
+    result = judge(runs, baseline, question, alpha=args.alpha, margin=args.margin, target=args.target, looks=looks)
     from harness.suspect import suspicions
 
     result.suspicions = suspicions(runs, baseline)
-    result.throughput = throughput(
-        runs, baseline, 0.05 if args.throughput_margin is None else args.throughput_margin
-    )
+    result.throughput = throughput(runs, baseline, 0.05 if args.throughput_margin is None else args.throughput_margin)
     out = args.out or runs[0].path / f"regress-{baseline['name']}-{question}"
     result.notes += earlier_looks(out.with_suffix(".json"), result)
     if args.throughput_margin is not None:
@@ -604,9 +563,7 @@ def train_sample(root: Path) -> list[Path]:
     paths = []
     for seed in SAMPLE_SEEDS:
         path = folder / f"seed-{seed}"
-        code = launch_training(
-            ["sample", "--device", "cpu", *SAMPLE_FLAGS, "--seed", str(seed), "--run-dir", str(path)]
-        )
+        code = launch_training(["sample", "--device", "cpu", *SAMPLE_FLAGS, "--seed", str(seed), "--run-dir", str(path)])
         if not (path / "result.json").exists():
             raise UserError(f"training of {path} ended with exit code {code} and left no result")
         paths.append(path)

@@ -81,9 +81,7 @@ def test_verdict_and_exit_code(tmp_path, base, capsys, question, shift, expected
     assert found["method"] == "pooled t" and found["df"] == 11
     assert found["estimate"] == pytest.approx(np.mean(new) - np.mean(old), abs=1e-12)
     assert found["p_fail"] == pytest.approx(
-        sp.ttest_ind(new, old, alternative="greater").pvalue
-        if question == "worse"
-        else sp.ttest_ind(new, old).pvalue,
+        sp.ttest_ind(new, old, alternative="greater").pvalue if question == "worse" else sp.ttest_ind(new, old).pvalue,
         rel=1e-9,
     )
     page = (runs[0] / f"regress-base-{question}.md").read_text()
@@ -110,9 +108,7 @@ def test_one_run_is_judged_by_the_baselines_deviation(tmp_path, base):
 
 def test_shared_seeds_are_paired(tmp_path, base):
     """A shift too small for the unpaired test stands out when every seed is compared with itself."""
-    runs = [
-        write_run(tmp_path / str(s), s, val=[v + 0.001 + 1e-5 * s for v in val_curve(s)]) for s in range(3)
-    ]
+    runs = [write_run(tmp_path / str(s), s, val=[v + 0.001 + 1e-5 * s for v in val_curve(s)]) for s in range(3)]
     assert check(base, runs) == Verdict.PASS
     found = verdict_of(runs[0])
     assert found["method"] == "paired t" and found["df"] == 2
@@ -131,15 +127,11 @@ def test_target_on_the_published_numbers(tmp_path):
 
     for n, mean, expected in ((10, 3.2787, Verdict.PASS), (3, 3.2795, Verdict.INCONCLUSIVE)):
         values = losses(mean, n)
-        runs = [
-            write_run(tmp_path / f"{n}-{i}", i, val=[10.8, float(v)], **fineweb) for i, v in enumerate(values)
-        ]
+        runs = [write_run(tmp_path / f"{n}-{i}", i, val=[10.8, float(v)], **fineweb) for i, v in enumerate(values)]
         code = harness("regress", *runs, "--baseline", "speedrun-target-fineweb", "--question", "target")
         found = verdict_of(runs[0], "target", "speedrun-target-fineweb")
         assert code == expected
-        assert found["p_pass"] == pytest.approx(
-            sp.ttest_1samp(values, 3.28, alternative="less").pvalue, rel=1e-6
-        )
+        assert found["p_pass"] == pytest.approx(sp.ttest_1samp(values, 3.28, alternative="less").pvalue, rel=1e-6)
         if n == 3:
             assert 60 <= found["seeds_needed"] <= 80 and "more seeds" in found["reason"]
 
@@ -168,9 +160,7 @@ def test_exact_is_equality_to_the_last_bit_of_train_and_val(tmp_path, base, caps
     (run,) = runs_of(tmp_path, (2,), val=moved)
     assert check(base, [run], "--question", "exact") == Verdict.FAIL
     assert "step 30" in verdict_of(run, "exact")["reason"]
-    train = [
-        row["loss"] for row in map(json.loads, (equal[0] / "metrics.jsonl").open()) if row["kind"] == "train"
-    ]
+    train = [row["loss"] for row in map(json.loads, (equal[0] / "metrics.jsonl").open()) if row["kind"] == "train"]
     train[34] = float(np.nextafter(train[34], 9))
     run = write_run(tmp_path / "other", 0, train=train)
     assert check(base, [run], "--question", "exact") == Verdict.FAIL
@@ -317,9 +307,7 @@ def test_watch_ends_with_the_run(tmp_path, base, capsys):
     assert "better than can be expected" in capsys.readouterr().out
     stopped = write_run(tmp_path / "stopped", 80, val=val_curve(80)[:4], reason="stopped")
     put(stopped / "result.json", json.loads((stopped / "result.json").read_text()) | {"val_loss": 5.0})
-    assert (
-        harness("regress", "--watch", stopped, "--baseline", "base", "--folder", base) == Verdict.INCONCLUSIVE
-    )
+    assert harness("regress", "--watch", stopped, "--baseline", "base", "--folder", base) == Verdict.INCONCLUSIVE
     bad = write_run(tmp_path / "bad", 81, val=val_curve(81)[:3], reason="non_finite")
     assert harness("regress", "--watch", bad, "--baseline", "base", "--folder", base) == Verdict.FAIL
 
@@ -328,9 +316,7 @@ def test_watch_gives_up_on_a_silent_run(tmp_path, base):
     run = write_run(tmp_path / "silent", 82, val=val_curve(82)[:2], finished=False)
     now = iter(range(0, 10_000, 100))
     said: list[str] = []
-    verdict = follow(
-        Watcher(run, load("base", base)), said.append, clock=lambda: float(next(now)), sleep=lambda _: None
-    )
+    verdict = follow(Watcher(run, load("base", base)), said.append, clock=lambda: float(next(now)), sleep=lambda _: None)
     assert verdict == Verdict.INCONCLUSIVE and "1800 s" in said[-1]
 
 
@@ -570,8 +556,7 @@ def test_make_regress(tmp_path):
     """Three seeds trained here on the short schedule are judged against the committed baseline, and pass."""
     began = time.monotonic()
     command = [sys.executable, "-m", "harness", "regress", "--run-sample"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
     assert done.returncode == Verdict.PASS, done.stdout.decode()[-2000:] + done.stderr.decode()[-2000:]
     print(f"{time.monotonic() - began:.0f} s")
