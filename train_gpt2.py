@@ -414,6 +414,13 @@ def data_fingerprint(folder: str | Path) -> str:
     return "unmanifested:" + digest.hexdigest()
 
 
+def check_ids(tokens: np.ndarray, cfg: Config) -> np.ndarray:
+    """The tokens, if the vocabulary has them all; an id beyond it would end in a crash of the device. Raises UserError."""
+    if tokens.max() >= cfg.vocab_size:
+        raise UserError(f"{cfg.data}: token id {tokens.max()} is not below --vocab-size {cfg.vocab_size}; check it by `python -m data verify`")
+    return tokens
+
+
 class Loader:
     """Micro-batches of the train stream in global order, made ahead by a thread.
 
@@ -431,7 +438,7 @@ class Loader:
         cfg = self.cfg
         row = (micro * self.world + self.rank) * cfg.micro_batch
         start = step * cfg.batch_tokens + row * cfg.seq_len
-        tokens = self.stream.slice(start, cfg.micro_batch * cfg.seq_len + 1)
+        tokens = check_ids(self.stream.slice(start, cfg.micro_batch * cfg.seq_len + 1), cfg)
         batch = torch.from_numpy(tokens.astype(np.int64))
         return batch.pin_memory() if self.device.type == "cuda" else batch
 
@@ -1520,7 +1527,13 @@ class Checkpoints:
     def stage(self, tensors: dict[str, Tensor]) -> None:
         """Host memory for the copies, pinned for CUDA; made once, before the first step."""
         pin = self.device.type == "cuda"
-        self.buffers = {k: torch.empty_like(t, device="cpu", pin_memory=pin) for k, t in tensors.items()}
+        for key, t in tensors.items():
+            self.buffers[key] = torch.empty_like(local(t), device="cpu", pin_memory=pin)
+            if local(t) is not t:  # says which part of the whole it is; the file then fits any other layout
+                from torch.distributed.tensor import DTensor, init_device_mesh
+
+                mesh, shape = init_device_mesh("cpu", (self.world,)), {"shape": t.shape, "stride": t.stride()}
+                self.buffers[key] = DTensor.from_local(self.buffers[key], mesh, t.placements, run_check=False, **shape)  # type: ignore[attr-defined]
 
     def save(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Starts a save of this rank's tensors and of `meta` (JSON, rank 0's)."""
@@ -1529,12 +1542,12 @@ class Checkpoints:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 for key, t in tensors.items():
-                    self.buffers[key].copy_(t, non_blocking=True)
+                    local(self.buffers[key]).copy_(local(t), non_blocking=True)
                 self.copied = torch.cuda.Event()
                 self.copied.record(self.stream)
         else:
             for key, t in tensors.items():
-                self.buffers[key].copy_(t)
+                local(self.buffers[key]).copy_(local(t))
         self.future = self.pool.submit(self._write, meta)
 
     def before_update(self) -> None:
@@ -1717,7 +1730,7 @@ def val_protocol(cfg: Config, stream: TokenStream) -> dict[str, Any]:
     """What a val loss depends on besides the weights; numbers of different protocols are never compared."""
     digest = hashlib.sha256()
     for start in range(0, cfg.val_tokens + 1, 1 << 20):
-        digest.update(stream.slice(start, min(1 << 20, cfg.val_tokens + 1 - start)).tobytes())
+        digest.update(check_ids(stream.slice(start, min(1 << 20, cfg.val_tokens + 1 - start)), cfg).tobytes())
     return {
         "data": digest.hexdigest(), "tokens": cfg.val_tokens, "seq_len": cfg.seq_len, "document_mask": False, "dtype": cfg.precision,
     }  # fmt: skip
@@ -2120,16 +2133,16 @@ class Trainer:
     # -- state
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything of this rank that a checkpoint holds, as named tensors: the live ones, gathered where they are sharded."""
-        state = {f"model.{k}": v for k, v in self.weights().items()}
-        state |= {f"optimizer.{k}": whole(v) for k, v in self.optimizer.state().items()}
+        """Everything of this rank that a checkpoint holds, as named tensors: the live ones, whole or sharded."""
+        state = {f"model.{k}": v for k, v in self.model.state_dict().items()}
+        state |= {f"optimizer.{k}": v for k, v in self.optimizer.state().items()}
         state[f"rng.cpu.{self.rank}"] = torch.get_rng_state()
         if self.device.type == "cuda":
             state[f"rng.cuda.{self.rank}"] = torch.cuda.get_rng_state(self.device)
         return state
 
     def share(self) -> dict[str, Tensor]:
-        """The part of `tensors` that this rank saves: what several ranks hold alike is saved by one of them.
+        """The part of `tensors` that this rank saves: its shards, and of what several ranks hold alike each by one of them.
 
         torch.distributed.checkpoint would drop all but one of them only after every rank had staged its own copy, and also
         where they differ.
@@ -2137,7 +2150,7 @@ class Trainer:
         state = self.tensors()
         alike = {
             k: float(t.nbytes) for k, t in state.items()
-            if k.startswith("model.") or (k.startswith("optimizer.") and k.split(".", 2)[2] not in self.optimizer.owner)
+            if local(t) is t and (k.startswith("model.") or (k.startswith("optimizer.") and k.split(".", 2)[2] not in self.optimizer.owner))
         }  # fmt: skip
         writer = assign_owners(alike, self.world)
         return {k: t for k, t in state.items() if writer.get(k, self.rank) == self.rank}
@@ -2164,9 +2177,6 @@ class Trainer:
         if missing := sorted(set(wanted) - saved):
             raise UserError(f"{self.resume_from} lacks {missing[0]}: it belongs to another model or optimizer")
         dcp.load(wanted, storage_reader=reader, process_group=self.save_group, no_dist=self.world == 1)
-        if self.sharded:
-            for key, t in [(f"model.{k}", t) for k, t in self.model.state_dict().items()] + [(f"optimizer.{k}", t) for k, t in self.optimizer.state().items()]:
-                write_shard(t, wanted[key])
         if f"rng.cpu.{self.rank}" in wanted:
             torch.set_rng_state(wanted[f"rng.cpu.{self.rank}"])
         if f"rng.cuda.{self.rank}" in wanted:

@@ -440,7 +440,7 @@ def refused(argv: list[str], folder: Path, capsys: Capture, *said: str) -> str:
 
 
 def broken(tmp_path: Path, name: str, content: bytes) -> Path:
-    folder = write_shards(tmp_path / "data")
+    folder = write_shards(tmp_path / "data")  # whole again, if it was broken before
     (folder / name).write_bytes(content)
     return folder
 
@@ -481,6 +481,16 @@ def test_missing_or_insufficient_data_is_refused(shards: Path, tmp_path: Path, c
         (only / "tiny_val_000000.bin").write_bytes(shard_bytes(range(150)))
         (only / "manifest.json").write_text(text)
         refused(flags("sample", only, run), tmp_path, capsys, "manifest.json")
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    """Those of the validation before anything is written; those far on in the train shards where they are met."""
+    folder = broken(tmp_path, VAL, shard_bytes([1, 2, VOCAB, *range(100)]))
+    refused(flags("sample", folder, tmp_path / "run"), tmp_path, capsys, str(folder), f"token id {VOCAB} ", "--vocab-size")
+    folder = broken(tmp_path, "tiny_train_000000.bin", shard_bytes([*range(130), 60_000, *range(130)]))
+    assert main(flags("sample", folder, tmp_path / "run", max_steps=5)) == Exit.BAD_INPUT
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1 and "token id 60000 " in error[0] and len(rows(tmp_path / "run", "train")) == 1
 
 
 # Each with a word of the line that must be in it.
