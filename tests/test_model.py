@@ -6,11 +6,13 @@ import dataclasses
 import math
 import os
 import subprocess
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
 from train_gpt2 import GPT, RECIPES, Config, HeadLoss, cross_entropy_, head_nll
@@ -232,6 +234,37 @@ def test_gpt2_initial_weights_have_the_published_sizes() -> None:
             assert p.std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * p.numel())), name
         else:
             assert torch.equal(p, torch.ones_like(p) if name.endswith("weight") else torch.zeros_like(p)), name
+
+
+class Attentions(TorchDispatchMode):
+    """Counts the attention forwards that run inside it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.count += "scaled_dot_product" in name and "backward" not in name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("how", ["selective", "block"])
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_recomputation_changes_no_bit_and_selective_spares_attention(recipe: str, how: str) -> None:
+    cfg = tiny(recipe)
+    idx, targets = random_ids(cfg, 2), random_ids(cfg, 2, seed=2)
+    models = [awake(GPT(cfg)) for _ in range(2)]
+    for block in models[1].blocks:
+        block.forward = train_gpt2.recomputing(block.forward, how)
+    again = []
+    for model in models:
+        loss = model(idx, targets)
+        with Attentions() as counted:
+            loss.backward()
+        again.append(counted.count)
+    assert again == [0, 0 if how == "selective" else cfg.n_layer]
+    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert a.grad is not None and torch.equal(a.grad, b.grad), name
+    assert torch.equal(models[0].nll(idx, targets), models[1].nll(idx, targets))
 
 
 # ------------------------------------------------------------------------------- counts

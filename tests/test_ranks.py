@@ -58,6 +58,7 @@ def jobs() -> list[Job]:
     todo.append(Job("before", 2, "sample", {**still, "parallel": "zero1", "max_steps": 3}))
     todo.append(Job("poisoned", 2, "sample", {**still, "parallel": "zero1"}, poison=(1, 4)))
     todo.append(Job("fp16", 2, "gpt2", {**KINDS["adamw"][1], "parallel": "zero1", "precision": "fp16"}, poison=(1, 2)))
+    todo.append(Job("bf16", 2, "sample", {**KINDS["muon"][1], "parallel": "owner", "reduce_precision": "bf16"}))
     long = {"max_steps": 5_000, "epochs": 900, "parallel": "owner", "val_every": 0}
     todo.append(Job("stopped", 2, "sample", long, stop=(1, signal.SIGTERM)))
     todo.append(Job("taken", 2, "gpt2", {"parallel": "ddp"}))  # its run directory holds a run already
@@ -223,6 +224,13 @@ def test_an_fp16_overflow_on_one_rank_skips_the_step_on_all(done: Path) -> None:
     losses, plain = ([r["loss"] for r in rows(done / n, "train")] for n in ("fp16", "adamw-zero1-2"))
     assert losses[:2] == pytest.approx(plain[:2], rel=2e-3)  # one update made, then the poisoned one skipped
     assert losses[2] > plain[2] and losses[5] < losses[0] - 0.05
+
+
+def test_gradients_may_travel_in_bf16(done: Path) -> None:
+    found = reports(done, "bf16")
+    assert [r["code"] for r in found] == [0, 0] and found[0]["weights"] == found[1]["weights"]
+    half, full = curve(done / "bf16"), curve(done / "muon-owner-2")
+    assert half == pytest.approx(full, rel=1e-2) and half != full
 
 
 def test_a_signal_to_any_rank_stops_all_after_the_same_step(done: Path) -> None:
