@@ -35,10 +35,17 @@ def quantity(text: str) -> int:
     return int(value)
 
 
+def natural(text: str) -> int:
+    """A whole number, 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    if natural(text) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
     return int(text)
 
 
@@ -130,6 +137,10 @@ def run_stats(args: argparse.Namespace) -> int:
     print(f"{'documents':>10}  {summary.documents:,}, {summary.mean:,.0f} tokens each on average")
     print(f"{'tokens':>10}  " + "  ".join(f"{percent}%: {value:,}" for percent, value in summary.percentiles.items()))
     picture = args.picture or args.folder / "lengths.png"
+    if picture.suffix not in (".png", ".svg", ".pdf"):
+        raise user_error(f"{picture}: a picture must end with .png, .svg or .pdf")
+    if not summary.documents:
+        return 0  # nothing to draw
     title = f"{args.folder.name}: {summary.documents:,} documents, {summary.tokens:,} tokens"
     draw_lengths(lengths_D, title, picture)
     print(f"{'picture':>10}  {picture}")
@@ -195,7 +206,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, help="folder (default: data/DATASET)")
     p.add_argument("--revision", default="", help="commit, tag or branch (default: the recorded, else the newest)")
     p.add_argument("--connections", type=positive, default=8, help="files at a time (default: %(default)s)")
-    p.add_argument("--retries", type=int, default=6, help="tries after the first for each file (default: %(default)s)")
+    p.add_argument("--retries", type=natural, default=6, help="tries after the first for each file (default: %(default)s)")
 
     p = command("build", run_build, "tokenize a text data set or local files into shards; shard 0 is val")
     p.add_argument("--out", type=Path, required=True, help="folder for the shards")
@@ -231,7 +242,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("val", type=Path, help="folder (its val shards) or one shard")
     p.add_argument("--ngram", type=positive, default=13, help="tokens per n-gram (default: %(default)s)")
     p.add_argument("--near", type=float, default=0.8, help="share of n-grams that makes a match (default: %(default)s)")
-    p.add_argument("--show", type=int, default=10, help="matches to list (default: %(default)s)")
+    p.add_argument("--show", type=natural, default=10, help="matches to list (default: %(default)s)")
 
     p = command("bench", run_bench, "measure `build` against a plain loop over the same documents, and its memory")
     p.add_argument("--tokens", type=quantity, default=20_000_000, help="size of the text (default: 20M)")

@@ -150,7 +150,7 @@ def draw_lengths(lengths_D: np.ndarray, title: str, picture: Path) -> None:
     from matplotlib import pyplot
 
     shown = np.maximum(lengths_D, 1)  # a logarithm has no place for empty documents: they stand with those of 1
-    edges = np.geomspace(1, max(2, int(shown.max()) + 1), 61)
+    edges = np.geomspace(shown.min(), int(shown.max()) + 1, 61)
     figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for weights, label in ((None, "documents"), (lengths_D, "tokens")):
         counts, _ = np.histogram(shown, edges, weights=weights)

@@ -108,6 +108,10 @@ def test_stats_and_peek(tmp_path: Path, capsysbinary: pytest.CaptureFixture[byte
     assert "4 tokens" in out and "5 tokens" in out and "documents  3, 2 tokens each" in out
     assert "0%: 0" in out and "100%: 4" in out
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    assert main(["stats", str(folder), "--picture", str(tmp_path / "p.jpx")]) == 2
+    assert capsysbinary.readouterr().err.count(b"\n") == 1
+    assert main(["stats", str(make_set(tmp_path / "empty", [[]]))]) == 0
+    assert b"documents  0" in capsysbinary.readouterr().out
     for number, expected in enumerate([b"Hello world\n", b"Hello worldHello world\n", b"\n"]):
         assert main(["peek", str(folder), "--doc", str(number)]) == 0
         assert capsysbinary.readouterr().out == expected
