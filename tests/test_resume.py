@@ -64,10 +64,10 @@ def weights(run_dir: Path) -> dict[str, np.ndarray]:
     return load_file(run_dir / "model.safetensors")
 
 
-def assert_same_run(a: Path, b: Path) -> None:
+def assert_same_run(a: Path, b: Path, steps: int = STEPS) -> None:
     """Every loss, norm and weight of two finished runs, bit for bit."""
     assert losses(a) == losses(b) and norms(a) == norms(b)
-    assert sorted(s for kind, s in losses(a) if kind == "train") == list(range(1, STEPS + 1))
+    assert sorted(s for kind, s in losses(a) if kind == "train") == list(range(1, steps + 1))
     wa, wb = weights(a), weights(b)
     assert wa.keys() == wb.keys() and all(np.array_equal(wa[k], wb[k]) for k in wa)
 
@@ -178,10 +178,10 @@ def rows_written(run_dir: Path) -> list[str]:
     return (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
 
 
-def in_validation(run_dir: Path, after: int) -> bool:
+def in_validation(run_dir: Path, after: int, every: int = 5) -> bool:
     done = losses(run_dir)
     last = max((s for kind, s in done if kind == "train"), default=0)
-    return last > after and last % 5 == 0 and ("val", last) not in done
+    return last > after and last % every == 0 and ("val", last) not in done
 
 
 @pytest.mark.full
@@ -225,7 +225,16 @@ def test_saved_on_two_ranks_and_resumed_on_one(optimizer: str, data: Path, tmp_p
 
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("parallel", [("owner", "zero1", "ddp"), ("ddp", "owner", "zero1"), ("zero1", "ddp", "owner")])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ("owner", "zero1", "ddp"),
+        ("ddp", "owner", "zero1"),
+        ("zero1", "ddp", "owner"),
+        ("fsdp2", "owner", "fsdp3"),
+        ("ddp", "fsdp3", "zero1"),
+    ],
+)
 def test_two_to_one_to_four_ranks_and_back(optimizer: str, parallel: tuple[str, str, str], data: Path, tmp_path: Path) -> None:
     moved, whole = tmp_path / "moved", tmp_path / "whole"
     run(flags(optimizer, data, whole, "--schedule", "constant"), 1)
@@ -491,9 +500,10 @@ def test_a_disk_that_fills_up(policy: str, data: Path, tmp_path: Path, unbroken:
 
 def torchrun(argv: list[str], *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, "train_gpt2.py", *argv]
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )  # fmt: skip
+        command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables
+    )
 
 
 def workers_of(run_dir: Path) -> list[int]:
@@ -572,3 +582,60 @@ def test_auto_cadence_measures_and_says_its_interval(data: Path, tmp_path: Path)
         r"checkpoints every \d+ s: sqrt\(2 x [\d.]+ s stall x 24.00 h between failures\), not below [\d.]+ s", output
     ), output
     assert result(run_dir)["exit_reason"] == "max_minutes"
+
+
+# -- full size, on a GPU
+
+
+@pytest.fixture(scope="module")
+def big_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """16.8M made-up tokens, enough for 32 steps of the largest batch."""
+    folder = tmp_path_factory.mktemp("big")
+    rng = np.random.default_rng(1)
+    for split, count in (("train", 16_800_000), ("val", 1_100_000)):
+        (folder / f"big_{split}_000000.bin").write_bytes(shard_bytes(np.minimum(rng.geometric(0.001, count), 50_256)))
+    return folder
+
+
+def big_flags(recipe: str, data: Path, run_dir: Path, *more: str) -> list[str]:
+    return [
+        recipe, "--data", str(data), "--run-dir", str(run_dir), "--max-steps", "30", "--checkpoint-every", "6",
+        "--val-every", "10", "--val-tokens", "1048576", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
+def test_full_size_killed_at_three_named_phases(recipe: str, big_data: Path, tmp_path: Path) -> None:
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    run(big_flags(recipe, big_data, whole, "--deterministic"), timeout=600)
+    argv = big_flags(recipe, big_data, run_dir, "--deterministic")
+    job = Job(argv, 1, ("open", r"tmp-000012-.*/\.metadata", 1))  # during a save
+    assert job.wait(600) == -signal.SIGKILL, job.output()
+    assert saved(run_dir) == [6]
+    job = Job([*argv, "--resume"], 1, ("shutil.rmtree", r"old-step-", 1))  # during the purge
+    assert job.wait(600) == -signal.SIGKILL, job.output()
+    here = max(s for kind, s in losses(run_dir) if kind == "train")
+    job = Job([*argv, "--resume"])
+    assert job.kill_when(lambda: in_validation(run_dir, here, 10), 600), job.output()
+    output = run([*argv, "--resume"], timeout=600)
+    assert "resumed from" in output
+    assert_same_run(whole, run_dir, 30)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1800)
+def test_full_size_without_determinism_drifts_no_more_than_two_unbroken_runs(big_data: Path, tmp_path: Path) -> None:
+    for name in ("a", "b", "broken"):
+        run(
+            big_flags("speedrun", big_data, tmp_path / name, *(["--max-minutes", "0.01"] if name == "broken" else [])),
+            timeout=600,
+        )
+    run(big_flags("speedrun", big_data, tmp_path / "broken", "--resume"), timeout=600)
+    a, b, broken = (losses(tmp_path / name) for name in ("a", "b", "broken"))
+    train = [k for k in a if k[0] == "train"]
+    usual = max(abs(a[k] - b[k]) for k in train)
+    drift = min(max(abs(x[k] - broken[k]) for k in train) for x in (a, b))
+    print(f"largest loss difference: two unbroken runs {usual:.2e}, resumed run {drift:.2e}")
+    assert drift <= 3 * usual + 1e-3

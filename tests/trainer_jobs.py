@@ -23,13 +23,18 @@ CONTEXT = multiprocessing.get_context("forkserver")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)])
 CONTEXT.set_forkserver_preload(["train_gpt2", "torch.distributed.checkpoint", "trainer_jobs"])
 
-TINY = (
-    "--n-layer 2 --n-head 2 --n-embd 32 --seq-len 16 --vocab-size 200 --padded-vocab 256 --batch-tokens 256 --micro-batch 4 "
-    "--val-every 5 --val-tokens 128 --val-batch 4 --threads 1 --device cpu --precision fp32 --compile off --comm-timeout 20"
-).split()
+TINY = [
+    f"--{name}={value}"
+    for name, value in {
+        "n-layer": 2, "n-head": 2, "n-embd": 32, "seq-len": 16, "vocab-size": 200, "padded-vocab": 256, "batch-tokens": 256,
+        "micro-batch": 4, "val-every": 5, "val-tokens": 128, "val-batch": 4, "threads": 1, "device": "cpu", "precision": "fp32",
+        "compile": "off", "comm-timeout": 20,
+    }.items()
+]  # fmt: skip
 RECIPE = {
     "adamw": [
-        "gpt2", *TINY, "--warmup-steps", "3", "--weight-decay", "0.1", "--lr", "0.01", "--embed-lr", "0.01", "--scalar-lr", "0.01",
+        "gpt2", *TINY, "--warmup-steps", "3", "--weight-decay", "0.1",
+        "--lr", "0.01", "--embed-lr", "0.01", "--scalar-lr", "0.01",
     ],
     "muon": ["speedrun", *TINY, "--value-embeds", "1", "--muon-momentum-warmup", "5", "--head-precision", "same"],
 }  # fmt: skip
