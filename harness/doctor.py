@@ -38,9 +38,7 @@ SHORT_STEPS = 100  # a run of so few steps looks for bugs, not for a result
 LONG_STEPS = 2000  # a run of so many steps repays compilation many times over
 LARGE_GPU = 80e9  # bytes; a card of this size is rented to train, not to debug
 SLOW_DISK = 100e6  # bytes/s; a 1.5 GB checkpoint takes 15 s and more
-HIGH_ADAMW_LR = (
-    3e-4  # above it an AdamW transformer needs warm-up or clipping (GPT-2 124M runs 6e-4 with both)
-)
+HIGH_ADAMW_LR = 3e-4  # above it an AdamW transformer needs warm-up or clipping (GPT-2 124M runs 6e-4 with both)
 HOT_CELSIUS = 85  # data-centre GPUs begin to lower their clocks near 87 C
 
 
@@ -273,11 +271,7 @@ def disk(c: Context) -> Iterator[Finding]:
     speed, free = c.machine.disk_speed, c.machine.disk_free
     size = 12 * c.parameters if c.parameters else None
     if speed is not None and speed < SLOW_DISK:
-        took = (
-            f"a checkpoint of {size / 1e9:.1f} GB takes {size / speed:.0f} s"
-            if size
-            else "checkpoints wait for it"
-        )
+        took = f"a checkpoint of {size / 1e9:.1f} GB takes {size / speed:.0f} s" if size else "checkpoints wait for it"
         yield Finding(
             "disk-speed",
             "warning",
@@ -310,13 +304,13 @@ def port(c: Context) -> Iterator[Finding]:
 @rule
 def ram(c: Context) -> Iterator[Finding]:
     if c.machine.ram_available is not None and c.parameters and c.get("checkpoint_every", "auto") != "0":
-        need = 12 * c.parameters * c.world_size
+        need = 12 * c.parameters  # each tensor is staged by one rank only
         if need > c.machine.ram_available:
             yield Finding(
                 "memory",
                 "error",
                 f"{c.machine.ram_available / 1e9:.1f} GB of memory are free",
-                f"checkpoints are staged there: {need / 1e9:.1f} GB for {c.world_size} ranks",
+                f"checkpoints are staged there, {need / 1e9:.1f} GB each",
                 "close other programs, or rent a machine with more memory",
             )
 
@@ -609,8 +603,7 @@ def short_data(c: Context) -> Iterator[Finding]:
         yield Finding(
             "short-data",
             "error",
-            f"{human_count(budget)} tokens are asked for and {c.get('data')} has "
-            f"{human_count(c.train_tokens)}",
+            f"{human_count(budget)} tokens are asked for and {c.get('data')} has {human_count(c.train_tokens)}",
             "the run would be refused, or repeat text without saying so",
             "fetch more (python -m data fetch), or allow repetition with --epochs",
         )
@@ -664,9 +657,7 @@ def probe(run_root: Path, spot: bool, rented: bool) -> Machine:
     gpus = tuple(gpu_states()) if usable else ()
     problem = None
     if not usable and shutil.which("nvidia-smi"):
-        problem = (
-            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, driver {driver_version()}"
-        )
+        problem = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, driver {driver_version()}"
     backend = "nccl" if usable else "gloo"
     free, speed = disk_facts(run_root)
     return Machine(
@@ -807,9 +798,7 @@ def all_reduce_rank(backend: str, rank: int, ranks: int, folder: str, results: A
     try:
         device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
         store = f"file://{folder}/store"
-        dist.init_process_group(
-            backend, init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=10)
-        )
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=10))
         value = torch.full((1024,), float(rank + 1), device=device)
         dist.all_reduce(value)
         expected = ranks * (ranks + 1) / 2
@@ -835,9 +824,7 @@ def disk_facts(folder: Path, size: int = 64 * 2**20) -> tuple[int, float]:
             os.fsync(file.fileno())
             seconds = time.perf_counter() - start
     except OSError as error:
-        raise UserError(
-            f"nothing can be written in {existing}: {error.strerror}; choose another --run-dir"
-        ) from None
+        raise UserError(f"nothing can be written in {existing}: {error.strerror}; choose another --run-dir") from None
     return shutil.disk_usage(existing).free, size / seconds
 
 
@@ -899,9 +886,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="check the machine and a config against known mistakes",
         usage="python -m harness doctor [CONFIG] [options] [-- TRAINER FLAGS]",
     )
-    parser.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="recipe, run directory, or JSON file of fields"
-    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="recipe, run directory, or JSON file of fields")
     parser.add_argument("--gpus", type=int, help="ranks the run will have (default: all GPUs, or 1)")
     parser.add_argument("--spot", action="store_true", help="this machine can be taken away at any moment")
     parser.add_argument("--rented", action="store_true", help="this machine is paid for by the hour")
@@ -968,9 +953,7 @@ def config_facts(config: Config) -> dict[str, Any]:
     cfg = Config(**{f.name: config[f.name] for f in dataclasses.fields(Config)})
     with torch.device("meta"):
         parameters = dict(GPT(cfg).named_parameters())
-    strays = tuple(
-        n for n, p in parameters.items() if is_muon(n, cfg) and not (n.startswith("blocks.") and p.ndim == 2)
-    )
+    strays = tuple(n for n, p in parameters.items() if is_muon(n, cfg) and not (n.startswith("blocks.") and p.ndim == 2))
     facts: dict[str, Any] = {
         "parameters": sum(p.numel() for p in parameters.values()),
         "muon_strays": strays,
@@ -1001,10 +984,7 @@ def has_bf16_control(recipe: str) -> bool:
 def describe(machine: Machine) -> str:
     """The machine in a few lines."""
     works = [name for name, problem in machine.attention.items() if problem is None]
-    gpus = (
-        ", ".join(f"{gpu.name} ({gpu.memory / GIB:.0f} GiB)" for gpu in machine.gpus)
-        or "none that torch can use"
-    )
+    gpus = ", ".join(f"{gpu.name} ({gpu.memory / GIB:.0f} GiB)" for gpu in machine.gpus) or "none that torch can use"
     rows = [
         ("GPUs", gpus),
         (
@@ -1033,6 +1013,4 @@ def render(finding: Finding) -> str:
     first = f"{finding.severity.upper()} [{finding.check}] {finding.what}"
     body = [f"why: {finding.why}", f"fix: {finding.fix}"]
     fill = textwrap.TextWrapper(100, initial_indent="  ", subsequent_indent="       ")
-    return "\n".join(
-        [textwrap.fill(first, 100, subsequent_indent="    "), *(fill.fill(line) for line in body)]
-    )
+    return "\n".join([textwrap.fill(first, 100, subsequent_indent="    "), *(fill.fill(line) for line in body)])

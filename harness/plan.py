@@ -27,6 +27,14 @@ NODE = 8  # GPUs of a usual node
 DEVICE_MTBF_HOURS = 16384 * 54 * 24 / 419
 HOST_COPY = 25 * GB  # bytes per second to pinned host memory over PCIe 4.0 x16, for the checkpoint stall
 BILLING_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
+# What this trainer's compiled blocks keep for the backward, in bytes per token over the width, counted on the
+# tensors that autograd saves (docs/plan.md says how). 32 is Korthikanti's 34 without dropout's masks.
+KEPT_BLOCK = 32.1
+KEPT_SEPARATE_QK = 6.2  # queries, keys and values beside the fused ones that norm and rotation start from
+KEPT_VALUE_TABLE = 12.0  # a table of value embeddings, with the two mixes it goes into
+KEPT_OUTSIDE = 2.1  # embedding
+KEPT_SMEAR = 2.0
+HEAD_CHUNK = 65536  # tokens whose logits exist at once; train_gpt2.HEAD_CHUNK
 BACKWARD_SHARE = 2 / 3  # of a step's FLOPs: each matmul costs one product forward and two backward
 
 
@@ -51,8 +59,9 @@ class Model:
     name: str
     parameters: int  # everything stored, a tied head once
     matmul_parameters: int  # those that multiply every token: N in 6 * N
-    muon_parameters: int  # those whose optimizer keeps one moment instead of two in the `speedrun` layout
+    muon_parameters: int  # those whose optimizer keeps one moment instead of two
     shape: Shape | None
+    kept: float | None = None  # 16-bit activations this trainer keeps, in bytes per token over the width
 
     @property
     def flops_per_token(self) -> float:
@@ -61,15 +70,14 @@ class Model:
         return 6 * self.matmul_parameters + attention
 
 
-def gpt_model(
-    name: str, layers: int, width: int, heads: int, seq_len: int = 1024, vocab: int = 50304
-) -> Model:
+def gpt_model(name: str, layers: int, width: int, heads: int, seq_len: int = 1024, vocab: int = 50304) -> Model:
     """A GPT-2 shaped model: 12 d^2 matmul weights a layer, learned positions, biases, tied head."""
     blocks = layers * 12 * width**2
     biases_and_norms = layers * 13 * width + 2 * width  # 9 d biases and 4 d norm a layer, the final norm
     matmul = blocks + vocab * width
     shape = Shape(layers, width, heads, seq_len, vocab)
-    return Model(name, matmul + seq_len * width + biases_and_norms, matmul, 0, shape)
+    kept = KEPT_BLOCK * layers + KEPT_OUTSIDE
+    return Model(name, matmul + seq_len * width + biases_and_norms, matmul, 0, shape, kept)
 
 
 # Radford et al. 2019, table 2; widths and heads as released. The vocabulary is padded from 50,257.
@@ -93,9 +101,7 @@ def recipe_model(name: str, given: dict[str, int]) -> Model:
             "--layers, --width, --heads, --seq-len and --vocab"
         )
     if given:
-        raise UserError(
-            f"--model {name} has its own sizes: name one of {', '.join(GPT2_FAMILY)} to change them"
-        )
+        raise UserError(f"--model {name} has its own sizes: name one of {', '.join(GPT2_FAMILY)} to change them")
     cfg = RECIPES[name]
     with torch.device("meta"):
         model = GPT(cfg)
@@ -103,7 +109,10 @@ def recipe_model(name: str, given: dict[str, int]) -> Model:
     attention = 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
     shape = Shape(cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.seq_len, cfg.padded_vocab)
     muon = 12 * cfg.n_layer * cfg.n_embd**2 if cfg.optimizer == "muon" else 0
-    return Model(name, parameters, round((flops_per_token(cfg) - attention) / 6), muon, shape)
+    per_block = KEPT_BLOCK + (KEPT_SEPARATE_QK if cfg.qk_norm or cfg.position == "rotary" else 0)
+    kept = cfg.n_layer * per_block + KEPT_VALUE_TABLE * cfg.value_embeds
+    kept += KEPT_OUTSIDE + (KEPT_SMEAR if cfg.smear else 0)
+    return Model(name, parameters, round((flops_per_token(cfg) - attention) / 6), muon, shape, kept)
 
 
 # ------------------------------------------------------------------------------------------ arithmetic
@@ -170,6 +179,21 @@ def activation_bytes(
 def logits_bytes(shape: Shape, micro_batch: int) -> float:
     """Logits in fp32 and their gradient; a loss that works in chunks needs only a chunk of it."""
     return 2 * 4 * micro_batch * shape.seq_len * shape.vocab
+
+
+def trainer_peak(model: Model, micro_batch: int, ranks: int = 1, sharded: bool = False) -> float | None:
+    """Predicted peak bytes of this trainer on one GPU: at the head, when all activations are kept and the
+    logits of a chunk exist in bf16. None for a model whose activations it cannot know."""
+    if model.shape is None or model.kept is None:
+        return None
+    width, vocab = model.shape.width, model.shape.vocab
+    tokens = micro_batch * model.shape.seq_len
+    chunk = min(tokens, HEAD_CHUNK)
+    logits = 2 * chunk * vocab * (2 if tokens > chunk else 1)  # the next chunk's are made before the last are freed
+    head = 6 * vocab * width + 4 * vocab * width * (tokens > chunk)  # 16-bit weight, fp32 gradient, its next part
+    copies = 2 * 12 * model.shape.layers * width**2  # 16-bit block weights, kept for the backward
+    activations = tokens * width * (model.kept + 4)  # and the head's input with its gradient
+    return own_bytes(model, sharded, ranks) + copies + activations + logits + head
 
 
 def largest_micro_batch(shape: Shape, room: float, policy: str, tensor_parallel: int = 1) -> int:
@@ -356,8 +380,7 @@ def check_mfu(mfu: float, gpu: Gpu, source: str) -> float:
             "peak for sparsity or fp8, or for twice the GPUs"
         )
     raise UserError(
-        f"{source} means {100 * mfu:.0f}% of {gpu.name}'s dense 16-bit peak of {gpu.peak:g} TFLOP/s, "
-        f"which cannot be: {cause}"
+        f"{source} means {100 * mfu:.0f}% of {gpu.name}'s dense 16-bit peak of {gpu.peak:g} TFLOP/s, which cannot be: {cause}"
     )
 
 
@@ -368,9 +391,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     """All figures as one JSON-ready object. Raises UserError for contradictory or impossible input."""
     model, gpu = choose_model(args), choose_gpu(args)
     if args.trainable_params is not None and args.trainable_params > model.parameters:
-        raise UserError(
-            f"--trainable-params {args.trainable_params:,} exceeds the model's {model.parameters:,}"
-        )
+        raise UserError(f"--trainable-params {args.trainable_params:,} exceeds the model's {model.parameters:,}")
     measured = read_json(run_directory(args.measured) / "result.json") if args.measured else None
     flops = {
         "6N + attention": model.flops_per_token * args.tokens,
@@ -428,9 +449,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def choose_mfu(
-    args: argparse.Namespace, gpu: Gpu, measured: dict[str, Any] | None, flops: float
-) -> tuple[float, str]:
+def choose_mfu(args: argparse.Namespace, gpu: Gpu, measured: dict[str, Any] | None, flops: float) -> tuple[float, str]:
     if sum(x is not None for x in (args.mfu, args.measured, args.quoted_hours)) > 1:
         raise UserError("give one of --mfu, --measured and --quoted-hours")
     if args.mfu is not None:
@@ -441,8 +460,7 @@ def choose_mfu(
     if measured is not None:
         if measured.get("mfu") is None:
             raise UserError(
-                f"{args.measured} has no MFU (it ran on {measured.get('device')}): measure on a GPU of "
-                "the table, or give --mfu"
+                f"{args.measured} has no MFU (it ran on {measured.get('device')}): measure on a GPU of the table, or give --mfu"
             )
         return check_mfu(measured["mfu"], gpu, args.measured), f"measured in {args.measured}"
     return ASSUMED_MFU, "assumed"
@@ -454,9 +472,7 @@ def plan_checkpoints(
     """Interval, expected failures and the work they cost (seconds)."""
     # fp32 weights and two moments, one moment fewer where Muon trains
     size = 12.0 * model.parameters - 4 * model.muon_parameters
-    copied = (
-        size if size <= USABLE * gpu.memory * GB else size / args.count
-    )  # by one rank; sharded if it must be
+    copied = size if size <= USABLE * gpu.memory * GB else size / args.count  # by one rank; sharded if it must be
     stall = args.checkpoint_stall or copied / HOST_COPY
     if args.spot_mtbf is not None:
         mtbf, kind = args.spot_mtbf, "the whole instance's, on spot: not divided by its GPUs"
@@ -468,9 +484,7 @@ def plan_checkpoints(
     return {
         "bytes": size,
         "stall_seconds": stall,
-        "stall_source": "given"
-        if args.checkpoint_stall
-        else f"copy to host memory at {HOST_COPY / GB:.0f} GB/s",
+        "stall_source": "given" if args.checkpoint_stall else f"copy to host memory at {HOST_COPY / GB:.0f} GB/s",
         "mtbf_hours": mtbf / 3600,
         "mtbf_kind": kind,
         "interval_seconds": interval,
@@ -543,6 +557,9 @@ def plan_memory(args: argparse.Namespace, model: Model, gpu: Gpu) -> dict[str, A
         "per_layer_fused": activation_bytes(shape, b, "none", False, t) / shape.layers,
     }
     result["logits"] = logits_bytes(shape, b)
+    if (peak := trainer_peak(model, b)) is not None:
+        fits = (m for m in range(4096, 0, -1) if (trainer_peak(model, m) or 0) <= USABLE * gpu.memory * GB)
+        result["trainer"] = {"peak": peak, "largest_micro_batch": next(fits, 0)}
     room = USABLE * gpu.memory * GB - states[0]
     result["largest_micro_batch"] = {p: largest_micro_batch(shape, room, p, t) for p in POLICIES}
     return result
@@ -639,8 +656,7 @@ def model_parallelism(model: Model, room: float) -> tuple[str, str]:
         )
     return (
         "tensor parallelism inside the node, then pipeline stages across nodes",
-        "nothing smaller fits, so the layers themselves are split (expert parallelism is for "
-        "mixtures of experts)",
+        "nothing smaller fits, so the layers themselves are split (expert parallelism is for mixtures of experts)",
     )
 
 
@@ -686,8 +702,7 @@ def render(plan: dict[str, Any]) -> str:
     """The plan for a person, one topic a paragraph, 100 columns wide."""
     indent = 15 * " "
     return "\n".join(
-        textwrap.fill(text, 100, initial_indent=f"{name:15s}", subsequent_indent=indent + "  ")
-        for name, text in lines(plan)
+        textwrap.fill(text, 100, initial_indent=f"{name:15s}", subsequent_indent=indent + "  ") for name, text in lines(plan)
     )
 
 
@@ -748,9 +763,7 @@ def lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     billed = f"{cost['billed_hours']:,.4g} h of {n} GPUs billed by the {cost['billed_by']}"
     yield (
         "cost",
-        f"{cost['total']:,.2f} for {billed}"
-        if cost["total"] is not None
-        else f"{billed}; no price was given",
+        f"{cost['total']:,.2f} for {billed}" if cost["total"] is not None else f"{billed}; no price was given",
     )
     yield from memory_lines(plan)
     comm = plan["communication"]
@@ -812,9 +825,7 @@ def memory_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     state = memory["state"]
     stages = ", ".join(
         f"{name} {gigabytes(state[key])}" + (f" ({saving:.1f}x less)" if n > 1 else "")
-        for name, key, saving in zip(
-            ("ZeRO-1", "ZeRO-2", "ZeRO-3"), ("zero1", "zero2", "zero3"), memory["saving"]
-        )
+        for name, key, saving in zip(("ZeRO-1", "ZeRO-2", "ZeRO-3"), ("zero1", "zero2", "zero3"), memory["saving"])
     )
     base = "16 bytes a parameter" if "adapters" not in memory else "2 bytes frozen, 16 bytes trained"
     yield "memory a rank", f"state at {base}: DDP {gigabytes(state['ddp'])}, {stages}"
@@ -840,6 +851,13 @@ def memory_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if (activations := memory["activations"]) is None:
         yield "", "activations need a shape: give --layers, --width and --heads"
         return
+    if "trainer" in memory:
+        trainer = memory["trainer"]
+        yield (
+            "",
+            f"this trainer's peak at micro-batch {activations['micro_batch']}: {gigabytes(trainer['peak'])}; "
+            f"largest micro-batch that fits {trainer['largest_micro_batch']}",
+        )
     yield "", f"activations at micro-batch {activations['micro_batch']}, with fused attention (without it):"
     for policy, sizes in activations["by_policy"].items():
         largest = memory["largest_micro_batch"][policy]
@@ -852,6 +870,5 @@ def memory_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
     yield (
         "",
-        f"logits and their gradient in fp32 {gigabytes(memory['logits'])}, unless the loss is "
-        "computed in chunks",
+        f"logits and their gradient in fp32 {gigabytes(memory['logits'])}, unless the loss is computed in chunks",
     )

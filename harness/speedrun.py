@@ -46,9 +46,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="train, evaluate, and print a summary",
         usage="python -m harness speedrun [options] [-- TRAINER FLAGS]",
     )
-    parser.add_argument(
-        "--recipe", help="recipe of train_gpt2.py; default: speedrun on a GPU, sample on a CPU"
-    )
+    parser.add_argument("--recipe", help="recipe of train_gpt2.py; default: speedrun on a GPU, sample on a CPU")
     parser.add_argument("--gpus", type=int, help="GPUs of this machine to train on; default: all")
     parser.add_argument(
         "--hellaswag",
@@ -107,9 +105,7 @@ def run(args: argparse.Namespace) -> int:
     if code != 0:
         print(f"error: training ended with exit code {code}; what it left is in {run_dir}", file=sys.stderr)
         return code
-    failed = [
-        name for name, argv in evaluations.items() if run_process([sys.executable, "-m", "eval", *argv]) != 0
-    ]
+    failed = [name for name, argv in evaluations.items() if run_process([sys.executable, "-m", "eval", *argv]) != 0]
     print_summary(run_dir, failed)
     return 1 if failed else 0
 
@@ -183,10 +179,8 @@ def check_memory(cfg: Config, hardware: Hardware, gpus: int) -> str:
             f"the training state alone takes {state / GIB:.1f} GiB and {hardware.gpus[0]} has "
             f"{hardware.gpu_bytes / GIB:.1f} GiB: choose a smaller model"
         )
-    if gpus:
-        need, what = state * gpus, f"checkpoints staged in host memory for {gpus} ranks"
-    else:
-        need, what = state, "weights, gradients and optimizer"
+    # A checkpoint is staged in host memory, each tensor by one rank only: about as much as the state itself.
+    need, what = state, "staging a checkpoint in host memory" if gpus else "weights, gradients and optimizer"
     if need > hardware.ram_bytes:
         raise UserError(
             f"{what} take {need / GIB:.1f} GiB, and {hardware.ram_bytes / GIB:.1f} GiB of memory are free: "
@@ -267,9 +261,7 @@ def print_summary(run_dir: Path, failed: list[str]) -> None:
     if target is not None:
         verdict = f"; target {target:.2f} ({source}) {'reached' if loss <= target else 'NOT reached'}"
     mfu = "MFU unknown for this device" if result["mfu"] is None else f"MFU {100 * result['mfu']:.1f}%"
-    print(
-        f"\nval loss      {loss:.4f} nats per token over {result['val_protocol']['tokens']:,} tokens{verdict}"
-    )
+    print(f"\nval loss      {loss:.4f} nats per token over {result['val_protocol']['tokens']:,} tokens{verdict}")
     print(f"HellaSwag     {hellaswag_line(run_dir)}")
     print(
         f"trained       {human_count(result['tokens'])} tokens in {result['train_seconds']:.1f} s "
@@ -278,9 +270,7 @@ def print_summary(run_dir: Path, failed: list[str]) -> None:
     print(f"run           {run_dir}")
     print(f"loss curve    {png} and {svg.name}")
     for name in failed:
-        print(
-            f"error: the evaluation failed; repeat it with python -m eval {name} {run_dir}", file=sys.stderr
-        )
+        print(f"error: the evaluation failed; repeat it with python -m eval {name} {run_dir}", file=sys.stderr)
 
 
 def hellaswag_line(run_dir: Path) -> str:

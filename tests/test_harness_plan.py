@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -175,10 +177,7 @@ def test_communication_that_cannot_hide():
 
 
 def test_pipeline_bubble():
-    assert (
-        make("--gpu", "H100", "--pipeline", "4", "--pipeline-microbatches", "8")["pipeline"]["bubble"]
-        == 3 / 8
-    )
+    assert make("--gpu", "H100", "--pipeline", "4", "--pipeline-microbatches", "8")["pipeline"]["bubble"] == 3 / 8
     argv = ("--pipeline", "4", "--pipeline-microbatches", "8", "--virtual-stages", "2")
     assert make("--gpu", "H100", *argv)["pipeline"]["bubble"] == 3 / 16
 
@@ -306,3 +305,85 @@ def test_text_shows_both_counts_and_json_is_json(capsys):
     assert max(map(len, text.splitlines())) <= 100
     assert main(["plan", "--gpu", "H100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["schema"] == 1
+
+
+# ------------------------------------------------------------------------- this trainer's own memory
+
+
+def test_recipes_are_counted_on_the_real_module():
+    by_sizes, by_module = plan.gpt_model("gpt2", 12, 768, 12), plan.recipe_model("gpt2", {})
+    assert by_module == by_sizes
+    from train_gpt2 import HEAD_CHUNK, PEAK_BF16, RECIPES, flops_per_token, parameter_count
+
+    speedrun = plan.recipe_model("speedrun", {})
+    assert speedrun.flops_per_token == flops_per_token(RECIPES["speedrun"])
+    assert speedrun.parameters == parameter_count(RECIPES["speedrun"])["total"]
+    assert plan.HEAD_CHUNK == HEAD_CHUNK["cuda"]
+    for name in ("H100", "H200", "A100", "L4", "A10G", "L40S", "B200"):
+        assert find_gpu(name).peak == pytest.approx(PEAK_BF16[name], rel=1e-3)
+
+
+def test_peak_against_what_was_measured():
+    """docs/log.md, 2026-12-01, one H200: 39.1 GB and 70.1 GB for `speedrun` at micro-batches of 64 and 128, when
+    the loss also kept an fp8 copy of the logits' gradient for each chunk of 65,536 tokens."""
+    model = plan.recipe_model("speedrun", {})
+    for micro_batch, measured in ((64, 39.1e9), (128, 70.1e9)):
+        assert plan.trainer_peak(model, micro_batch) + 65536 * 50304 == pytest.approx(measured, rel=0.10)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
+def test_kept_activations_are_those_that_autograd_saves(recipe):
+    """Counts the tensors saved by blocks whose backward is partitioned as torch.compile does it."""
+    import torch
+
+    from train_gpt2 import GPT, RECIPES
+
+    tables = 1 if recipe == "speedrun" else 0
+    cfg = dataclasses.replace(RECIPES[recipe], n_layer=2, seq_len=128, vocab_size=1000, padded_vocab=1024, value_embeds=tables)
+    model = GPT(cfg)
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager_decomp_partition", fullgraph=True)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in own:
+            saved[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = model.hidden(torch.randint(1000, (4, 128)))
+    assert out.requires_grad
+    weights = 2 * 12 * cfg.n_layer * cfg.n_embd**2  # 16-bit copies, counted apart
+    kept = (sum(t.untyped_storage().nbytes() for t in saved.values()) - weights) / (4 * 128 * cfg.n_embd)
+    per_block = plan.KEPT_BLOCK + (plan.KEPT_SEPARATE_QK if tables else 0)
+    predicted = 2 * per_block + plan.KEPT_VALUE_TABLE * tables + plan.KEPT_OUTSIDE + (plan.KEPT_SMEAR if tables else 0)
+    assert predicted == pytest.approx(kept, rel=0.03)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
+@pytest.mark.parametrize("micro_batch", [8, 16, 32])
+def test_peak_memory_and_hours_on_a_gpu(recipe, micro_batch, tmp_path: Path):
+    """Predicted peak memory and training time against a real short run, each within 10%."""
+    import numpy as np
+    from train_support import shard_bytes
+
+    from harness.common import launch_training
+
+    rng = np.random.default_rng(0)
+    steps, batch = 60, 2 * micro_batch * 1024
+    for split, count in (("train", steps * batch + 1), ("val", 65_537)):
+        (tmp_path / f"x_{split}_000000.bin").write_bytes(shard_bytes(rng.integers(0, 50257, count)))
+    argv = [recipe, "--data", str(tmp_path), "--run-dir", str(tmp_path / "run"), "--micro-batch", str(micro_batch)]
+    argv += ["--batch-tokens", str(batch), "--max-steps", str(steps), "--val-tokens", "65536", "--val-batch", "8"]
+    assert launch_training([*argv, "--val-every", "0", "--checkpoint-every", "0"]) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    model = plan.recipe_model(recipe, {})
+    assert plan.trainer_peak(model, micro_batch) == pytest.approx(result["peak_mem_bytes"], rel=0.10)
+    if result["mfu"] is not None:
+        longest_first = sorted(GPUS, key=lambda g: -len(g.name))
+        gpu = next(g for g in longest_first if g.name in result["device"].replace(" ", "-"))
+        predicted = 3600 * plan.hours(model.flops_per_token * result["tokens"], 1, gpu.peak, result["mfu"])
+        assert predicted == pytest.approx(result["train_seconds"], rel=0.10)
