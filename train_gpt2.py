@@ -2376,8 +2376,12 @@ class Trainer:
             if cfg.clip:
                 factor = (cfg.clip / (norm + 1e-6)).clamp(max=1.0)
                 grad_scale = factor if grad_scale is None else grad_scale * factor
-            if cfg.spike != "off" and math.isfinite(norm.item()) and self.spike_guard(control[0].item(), norm.item()):
-                skip = torch.ones_like(skip)
+            flags = [0.0, 0.0, 0.0]
+            if cfg.spike != "off":
+                if pending is not None:  # the row of the step before, which a halt would lose
+                    flags, pending = settle(pending), None
+                if math.isfinite(norm.item()) and self.spike_guard(control[0].item(), norm.item()):
+                    skip = torch.ones_like(skip)
             self.checkpoints.before_update()
             self.optimizer.step(learning_rate_factor(cfg, step), muon_momentum(cfg, step), grad_scale, skip)
             self.optimizer.zero_grad()
@@ -2390,7 +2394,7 @@ class Trainer:
             if event is None:  # the CPU has computed everything already
                 flags = settle((self.step, packed, None))
             else:
-                flags = settle(pending) if pending is not None else [0.0, 0.0, 0.0]
+                flags = settle(pending) if pending is not None else flags
                 pending = (self.step, packed, event)
             stopping, save_asked, over = flags[0] > 0, save_asked or flags[1] > 0, flags[2] > 0
 
@@ -2403,11 +2407,12 @@ class Trainer:
                     pending = None
                 if validate and not stopping:
                     self.validate()
-                clock = time.perf_counter()
+                clock, mark = time.perf_counter(), self.tick()
             if save and not at_end:
                 save_asked = False
                 self.save()
                 last_save = clock = time.perf_counter()  # a stall is not training time
+                mark = self.tick()
                 saved_at = len(step_ms)
             if cadence == "auto" and saved_at and not self.checkpoints.busy():
                 usual = statistics.median(step_ms[max(0, saved_at - 100) : saved_at])
