@@ -37,8 +37,7 @@ def run_process(command: Sequence[str]) -> int:
     """
     child = subprocess.Popen(command, process_group=0)
     previous = {
-        number: signal.signal(number, lambda n, _frame: child.send_signal(n))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, lambda n, _frame: child.send_signal(n)) for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         code = child.wait()

@@ -12,9 +12,7 @@ from harness.common import human_count, run_directory
 def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("curve", help="draw the loss curves of runs")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or its name under runs/")
-    parser.add_argument(
-        "--out", type=Path, help="path without suffix; default: loss in the first run directory"
-    )
+    parser.add_argument("--out", type=Path, help="path without suffix; default: loss in the first run directory")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,9 +40,7 @@ def draw(run_dirs: Sequence[Path], stem: Path, target: float | None = None) -> t
         label = run_dir.resolve().name
         train, val = metrics["train"], metrics["val"]
         if train:
-            axes.plot(
-                [r["tokens"] for r in train], [r["loss"] for r in train], color=color, lw=0.8, alpha=0.5
-            )
+            axes.plot([r["tokens"] for r in train], [r["loss"] for r in train], color=color, lw=0.8, alpha=0.5)
         if val:
             tokens, losses = [r["tokens"] for r in val], [r["val_loss"] for r in val]
             axes.plot(tokens, losses, "o-", color=color, ms=4, lw=1.4, label=f"{label}: val {losses[-1]:.4f}")
@@ -64,9 +60,7 @@ def draw(run_dirs: Sequence[Path], stem: Path, target: float | None = None) -> t
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: human_count(value)))
-    axes.set(
-        xlabel="training tokens", ylabel="loss (nats per token)", title="train (thin) and validation (dots)"
-    )
+    axes.set(xlabel="training tokens", ylabel="loss (nats per token)", title="train (thin) and validation (dots)")
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)

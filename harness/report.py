@@ -74,12 +74,8 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser = sub.add_parser("report", help="one HTML page and a Markdown summary about runs")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or its name under runs/")
     parser.add_argument("--baseline", metavar="NAME", help="draw this baseline's band behind the val curves")
-    parser.add_argument(
-        "--out", type=Path, help="HTML file (default: report.html in the first run directory)"
-    )
-    parser.add_argument(
-        "--samples", type=int, help="texts to generate per run (default: 2 for one run, else none)"
-    )
+    parser.add_argument("--out", type=Path, help="HTML file (default: report.html in the first run directory)")
+    parser.add_argument("--samples", type=int, help="texts to generate per run (default: 2 for one run, else none)")
     parser.add_argument("--open", action="store_true", help="show it in the browser")
 
 
@@ -110,10 +106,7 @@ def load(run_dir: Path) -> Run:
     metrics = read_metrics(run_dir)
     if not metrics["train"] and not metrics["val"]:
         raise UserError(f"{run_dir}/metrics.jsonl holds no steps yet: nothing to report")
-    env, result = (
-        {} if not (run_dir / name).exists() else read_json(run_dir / name)
-        for name in ("env.json", "result.json")
-    )
+    env, result = ({} if not (run_dir / name).exists() else read_json(run_dir / name) for name in ("env.json", "result.json"))
     return Run(run_dir, read_json(run_dir / "config.json"), env, result, metrics["train"], metrics["val"])
 
 
@@ -221,14 +214,14 @@ def run_table(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def describe_run(run: Run, index: int, samples: int) -> dict[str, Any]:
-    config = run.config["config"]
+    config, profile = run.config["config"], read_profile(run)
     return {
         "name": run.name,
         "path": str(run.path),
         **style(index),
         "time_split": time_split(run),
-        **step_split(run),
-        "memory": describe_memory(run),
+        **step_split(profile),
+        "memory": describe_memory(run, profile),
         "hellaswag": [describe_hellaswag(read_json(p)) for p in sorted(run.path.glob("hellaswag-*.json"))],
         "samples": generated_text(run, samples) if samples else [],
         "command": command(run),
@@ -250,9 +243,7 @@ def bars(parts: Sequence[tuple[str, float]], text: Callable[[float], str]) -> li
     largest = max((value for _, value in parts), default=0)
     if not largest > 0:
         return []
-    return [
-        {"name": name, "text": text(value), "share": round(100 * value / largest, 2)} for name, value in parts
-    ]
+    return [{"name": name, "text": text(value), "share": round(100 * value / largest, 2)} for name, value in parts]
 
 
 def time_split(run: Run) -> list[dict[str, Any]]:
@@ -271,30 +262,30 @@ def time_split(run: Run) -> list[dict[str, Any]]:
     return bars([*parts, ("everything else", max(0.0, rest))], duration)
 
 
-def step_split(run: Run) -> dict[str, Any]:
-    """The split of one steady step, where `python -m harness profile` has left one beside the run."""
-    path = run.path / "profile.json"
-    if not path.exists():
+def step_split(profile: dict[str, Any] | None) -> dict[str, Any]:
+    """The split of one steady step as `python -m harness profile` measured it, and what binds it."""
+    if profile is None:
         return {"step_split": [], "limit": ""}
-    profile = read_json(path)
-    split = profile.get("split_ms") or {}
-    parts = [(name.replace("_", " "), float(ms)) for name, ms in split.items() if ms is not None]
-    return {"step_split": bars(parts, lambda ms: f"{ms:.2f} ms"), "limit": str(profile.get("limit") or "")}
+    parts = [(name.replace("_", " "), float(ms)) for name, ms in profile["parts_ms"].items()]
+    return {"step_split": bars(parts, lambda ms: f"{ms:.2f} ms"), "limit": profile["sentence"]}
 
 
-def describe_memory(run: Run) -> dict[str, str]:
-    peak = run.result.get("peak_mem_bytes") or max(
-        (row.get("peak_mem_bytes") or 0 for row in run.train), default=0
-    )
-    params = run.result.get("params")
-    config = run.config["config"]
-    text = f"micro-batch {config['micro_batch']} x {config['seq_len']} tokens"
-    if params:
-        text = (
-            f"{human_count(params)} parameters: {4 * params / 1e9:.2f} GB of fp32 weights, as much "
-            "of gradients; " + text
-        )
-    return {"peak": f"{peak / 1e9:.2f} GB" if peak else "not measured on a CPU", "text": text}
+def read_profile(run: Run) -> dict[str, Any] | None:
+    """profile.json in the run directory, if it was put there (`harness profile --out RUN`)."""
+    path = run.path / "profile.json"
+    return read_json(path) if path.exists() else None
+
+
+def describe_memory(run: Run, profile: dict[str, Any] | None) -> dict[str, str]:
+    """Peak of one device, and what it consists of: measured by a profile, else what the parameters take."""
+    peak = run.result.get("peak_mem_bytes") or max((row.get("peak_mem_bytes") or 0 for row in run.train), default=0)
+    params, config = run.result.get("params"), run.config["config"]
+    parts = [f"micro-batch {config['micro_batch']} x {config['seq_len']} tokens"]
+    if profile is not None:
+        parts += [f"{name} {size / 1e9:.2f} GB" for name, size in profile["memory_bytes"].items()]
+    elif params:
+        parts += [f"{human_count(params)} parameters: {4 * params / 1e9:.2f} GB of fp32 weights, as much of gradients"]
+    return {"peak": f"{peak / 1e9:.2f} GB" if peak else "not measured on a CPU", "text": "; ".join(parts)}
 
 
 def describe_hellaswag(score: dict[str, Any]) -> dict[str, Any]:
@@ -363,28 +354,20 @@ def describe_baseline(baseline: dict[str, Any] | None, runs: Sequence[Run]) -> d
         "python -m harness regress, not for the eye."
     )
     facts = baseline.get("facts", {})
-    unlike = [
-        run.name
-        for run in runs
-        if run.result and facts.get("data.fingerprint") != run.result["data"]["fingerprint"]
-    ]
+    unlike = [run.name for run in runs if run.result and facts.get("data.fingerprint") != run.result["data"]["fingerprint"]]
     if unlike:
         text += f" {', '.join(unlike)} read other data: do not compare."
     return {"text": text, "legend": f"baseline {name}, {baseline['n']} seeds"}
 
 
 def read_ledger() -> dict[str, Any] | None:
-    """The promotion ledger as a table, where there is one."""
-    path = Path(__file__).parent / "ledger.jsonl"
-    if not path.exists():
-        return None
-    entries = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    keys = ["date", "candidate", "control", "verdict", "reason"]
-    return (
-        {"names": keys, "rows": [[shown(entry.get(key)) for key in keys] for entry in entries]}
-        if entries
-        else None
-    )
+    """The decisions of the promotion ledger as a table, where there are any."""
+    from harness import ledger
+
+    decisions = [record for record in ledger.read() if record["kind"] == "decision"]
+    names = ["id", "date", "candidate", "verdict", "reason"]
+    rows = [[r["id"], r["date"][:10], r["candidate"], r["verdict"], r["reason"]] for r in decisions]
+    return {"names": names, "rows": rows} if rows else None
 
 
 # ---------------------------------------------------------------------------------------------- charts
@@ -417,16 +400,12 @@ PLOTS = {
     ),
     "Optimization": (
         Plot("Learning rate", "train", "lr", plain, "last", zero=True),
-        Plot(
-            "Gradient norm", "train", "grad_norm", plain, "max", "largest in each bin, logarithmic", log=True
-        ),
+        Plot("Gradient norm", "train", "grad_norm", plain, "max", "largest in each bin, logarithmic", log=True),
     ),
     "Speed": (
         Plot("Tokens per second", "train", "tokens_per_s", human_count, "median", zero=True),
         Plot("MFU", "train", "mfu", lambda v, digits: plain(100 * v, digits) + "%", "median", zero=True),
-        Plot(
-            "Step time", "train", "step_ms", lambda v, digits: plain(v, digits) + " ms", "median", zero=True
-        ),
+        Plot("Step time", "train", "step_ms", lambda v, digits: plain(v, digits) + " ms", "median", zero=True),
     ),
 }
 
@@ -475,9 +454,7 @@ def bin_rows(x: Array, y: Array, pick: str) -> tuple[Array, Array]:
     return x[edges[1:] - 1], np.array([reduce[pick](y[a:b]) for a, b in itertools.pairwise(edges)])
 
 
-def chart(
-    plot: Plot, series: Sequence[Series], x_text: Format, baseline: dict[str, Any] | None
-) -> dict[str, Any]:
+def chart(plot: Plot, series: Sequence[Series], x_text: Format, baseline: dict[str, Any] | None) -> dict[str, Any]:
     """One chart as paths in a 1000 x 1000 box, ticks in percent, a table and a sentence that describes it."""
     band = baseline_band(baseline)
     x_end = max(float(s.x[-1]) for s in series) or 1.0

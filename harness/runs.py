@@ -12,9 +12,7 @@ from harness.common import UserError, find_runs, read_json
 
 def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("runs", help="list the runs on this machine")
-    parser.add_argument(
-        "--root", type=Path, default=Path("runs"), help="folder of run directories (default: runs)"
-    )
+    parser.add_argument("--root", type=Path, default=Path("runs"), help="folder of run directories (default: runs)")
     parser.add_argument("--json", action="store_true", help="one JSON array instead of a table")
 
 
@@ -48,9 +46,7 @@ def describe(run_dir: Path) -> dict[str, Any]:
         row |= {"recipe": config["recipe"], "seed": config["config"]["seed"]}
         if (run_dir / "result.json").exists():
             result = read_json(run_dir / "result.json")
-            row |= {key: result.get(key) for key in row.keys() & result.keys()} | {
-                "state": result["exit_reason"]
-            }
+            row |= {key: result.get(key) for key in row.keys() & result.keys()} | {"state": result["exit_reason"]}
         elif (last := last_row(run_dir / "metrics.jsonl")) is not None:
             row |= {"step": last["step"], "tokens": last["tokens"], "train_seconds": last.get("train_s")}
     except UserError as error:
@@ -98,7 +94,5 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     widths = [max(len(line[i]) for line in table) for i in range(len(header))]
     right_aligned = {2, 4, 5, 6, 7, 8}
     for line in table:
-        cells = (
-            c.rjust(w) if i in right_aligned else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths))
-        )
+        cells = (c.rjust(w) if i in right_aligned else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths)))
         print("  ".join(cells).rstrip())

@@ -21,9 +21,7 @@ def write_run(
 ) -> Path:
     """A finished run with a plausible curve; `shift` moves its losses, `result` changes result.json."""
     path.mkdir(parents=True)
-    config = dataclasses.replace(
-        RECIPES[recipe], seed=seed, max_steps=steps, run_dir=str(path), val_every=max(1, steps // 10)
-    )
+    config = dataclasses.replace(RECIPES[recipe], seed=seed, max_steps=steps, run_dir=str(path), val_every=max(1, steps // 10))
 
     def loss(step: int) -> float:
         return 3.3 + 7.5 * math.exp(-5 * step / steps) + shift

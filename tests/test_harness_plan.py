@@ -318,7 +318,7 @@ def test_recipes_are_counted_on_the_real_module():
     speedrun = plan.recipe_model("speedrun", {})
     assert speedrun.flops_per_token == flops_per_token(RECIPES["speedrun"])
     assert speedrun.parameters == parameter_count(RECIPES["speedrun"])["total"]
-    assert plan.HEAD_CHUNK == HEAD_CHUNK["cuda"]
+    assert HEAD_CHUNK["cuda"] == plan.HEAD_CHUNK
     for name in ("H100", "H200", "A100", "L4", "A10G", "L40S", "B200"):
         assert find_gpu(name).peak == pytest.approx(PEAK_BF16[name], rel=1e-3)
 

@@ -71,9 +71,7 @@ def test_curves_pass_through_the_rows(tmp_path):
     np.testing.assert_allclose(high - points[:, 1] / 1000 * (high - low), losses, atol=(high - low) / 5000)
     # ticks are where their labels say
     for tick in drawn["y_ticks"]:
-        assert high - tick["at"] / 100 * (high - low) == pytest.approx(
-            float(tick["text"]), abs=(high - low) / 5000
-        )
+        assert high - tick["at"] / 100 * (high - low) == pytest.approx(float(tick["text"]), abs=(high - low) / 5000)
 
 
 def test_bins_keep_the_worst_gradient_and_the_mean_loss():
@@ -124,20 +122,31 @@ def test_baseline_band_is_lowest_to_highest(tmp_path, monkeypatch):
     assert 'class="band"' in page and "over 3 seeds" in page
 
 
-def test_step_split_from_a_profile(tmp_path):
+def test_step_split_and_memory_from_a_profile(tmp_path):
     run = write_run(tmp_path / "run")
-    split = {"forward": 30.0, "backward": 60.0, "optimizer": 5.0}
-    (run / "profile.json").write_text(
-        json.dumps({"schema": 1, "split_ms": split, "limit": "compute, by its evidence"})
-    )
+    parts = {"forward": 30.0, "backward": 60.0, "loader_wait": 0.0}
+    memory = {"weights": 1_110_000_000, "activations": 23_000_000_000}
+    content = {"schema": 1, "parts_ms": parts, "memory_bytes": memory, "sentence": "compute binds: 70% of the step"}
+    (run / "profile.json").write_text(json.dumps(content))
     assert main(["report", str(run)]) == 0
     page = (run / "report.html").read_text()
-    assert "60.00 ms" in page and "width:50.0%" in page and "compute, by its evidence" in page
+    for text in ("60.00 ms", "width:50.0%", "loader wait", "compute binds: 70% of the step", "activations 23.00 GB"):
+        assert text in page
 
 
-@pytest.mark.parametrize(
-    "argv", [["nowhere"], ["run", "--baseline", "none-such"], ["run", "--out", "no/folder/x.html"]]
-)
+def test_promotions_are_listed(tmp_path, monkeypatch):
+    from harness import ledger
+
+    run = write_run(tmp_path / "run")
+    decision = {"kind": "decision", "date": "2026-12-01T04:00:00", "candidate": "parallel=fsdp2", "verdict": "rejected"}
+    ledger.append(decision | {"reason": "memory <b>does not</b> bind"}, tmp_path / "ledger.jsonl")
+    monkeypatch.setattr(ledger.read, "__defaults__", (tmp_path / "ledger.jsonl",))
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "parallel=fsdp2" in page and "rejected" in page and "memory &lt;b&gt;does not" in page
+
+
+@pytest.mark.parametrize("argv", [["nowhere"], ["run", "--baseline", "none-such"], ["run", "--out", "no/folder/x.html"]])
 def test_bad_input_is_one_line(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run")
@@ -151,9 +160,7 @@ def test_bad_input_is_one_line(argv, tmp_path, monkeypatch, capsys):
 def test_size_of_ten_long_runs(tmp_path):
     """Bins bound the page: it does not grow with the steps."""
     run = write_run(tmp_path / "run", steps=3000, recipe="speedrun")
-    pages = [
-        report.render("report.html.jinja", report.gather([report.load(run)] * n, None, 0)) for n in (1, 10)
-    ]
+    pages = [report.render("report.html.jinja", report.gather([report.load(run)] * n, None, 0)) for n in (1, 10)]
     assert len(pages[1]) < 2_000_000
 
 
@@ -168,9 +175,7 @@ class Browser:
         assert driver and shutil.which("chromium"), "install chromium and chromium-driver"
         self.process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout
-        port = next(
-            m[1] for line in self.process.stdout if (m := re.search(r"successfully on port (\d+)", line))
-        )
+        port = next(m[1] for line in self.process.stdout if (m := re.search(r"successfully on port (\d+)", line)))
         self.base = f"http://127.0.0.1:{port}/session"
         flags = [
             "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -196,9 +201,7 @@ class Browser:
 
     def call(self, method: str, path: str, body: dict | None = None):
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.base + path, data, {"Content-Type": "application/json"}, method=method
-        )
+        request = urllib.request.Request(self.base + path, data, {"Content-Type": "application/json"}, method=method)
         with urllib.request.urlopen(request, timeout=60) as reply:
             return json.loads(reply.read())["value"]
 
@@ -222,9 +225,7 @@ class Browser:
     def screenshot(self, path: Path) -> np.ndarray:
         from PIL import Image
 
-        path.write_bytes(
-            base64.b64decode(self.cdp("Page.captureScreenshot", captureBeyondViewport=True)["data"])
-        )
+        path.write_bytes(base64.b64decode(self.cdp("Page.captureScreenshot", captureBeyondViewport=True)["data"]))
         return np.asarray(Image.open(path).convert("RGB"))
 
     def log(self, kind: str) -> list[dict]:
@@ -240,10 +241,7 @@ class Browser:
 def ten_runs(tmp_path_factory) -> Path:
     """A report over ten runs of 20,000 steps."""
     root = tmp_path_factory.mktemp("ten")
-    runs = [
-        write_run(root / f"seed{i}", steps=20_000, seed=i, shift=0.05 * i, recipe="speedrun")
-        for i in range(10)
-    ]
+    runs = [write_run(root / f"seed{i}", steps=20_000, seed=i, shift=0.05 * i, recipe="speedrun") for i in range(10)]
     write_hellaswag(runs[0])
     assert main(["report", *map(str, runs)]) == 0
     return runs[0] / "report.html"
@@ -266,14 +264,11 @@ def test_in_chromium(ten_runs, tmp_path, width, dark):
         assert browser.run("return document.documentElement.scrollWidth") <= width
         # what is read is not smaller than 11 px
         sizes = browser.run(
-            "return [...document.querySelectorAll('.ticks-x span, td, p')]"
-            ".map(e => parseFloat(getComputedStyle(e).fontSize))"
+            "return [...document.querySelectorAll('.ticks-x span, td, p')].map(e => parseFloat(getComputedStyle(e).fontSize))"
         )
         assert min(sizes) >= 11
         # no cell is squeezed until its words break into letters
-        heights = browser.run(
-            "return [...document.querySelectorAll('[aria-label=Runs] td')].map(e => e.offsetHeight)"
-        )
+        heights = browser.run("return [...document.querySelectorAll('[aria-label=Runs] td')].map(e => e.offsetHeight)")
         assert max(heights) < 40
         curves = browser.run(
             "return [...document.querySelectorAll('.by-tokens .curve')].map(c => "
@@ -293,25 +288,18 @@ def test_in_chromium(ten_runs, tmp_path, width, dark):
 
         # Everything that opens or switches is reached with the Tab key alone, in the order of reading.
         wanted = browser.run(
-            "return [...document.querySelectorAll('summary, input:checked, [tabindex]')]"
-            ".filter(e => e.checkVisibility()).length"
+            "return [...document.querySelectorAll('summary, input:checked, [tabindex]')].filter(e => e.checkVisibility()).length"
         )
         reached = []
         for _ in range(wanted + 2):
             browser.press_tab()
             reached.append(
-                browser.run(
-                    "const e = document.activeElement; return e.tagName + (e.id || "
-                    "e.textContent.slice(0, 40))"
-                )
+                browser.run("const e = document.activeElement; return e.tagName + (e.id || e.textContent.slice(0, 40))")
             )
         assert len({name for name in reached if not name.startswith(("BODY", "HTML"))}) >= wanted - 1
         # The switch shows the other axis, without a script.
         browser.run("document.getElementById('by-time').click()")
-        shown = (
-            "return [...document.querySelectorAll('figure')]"
-            ".filter(f => f.checkVisibility()).map(f => f.className)"
-        )
+        shown = "return [...document.querySelectorAll('figure')].filter(f => f.checkVisibility()).map(f => f.className)"
         assert {name for name in browser.run(shown) if name.startswith("by-")} == {"by-time"}
     finally:
         browser.close()
