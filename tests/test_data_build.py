@@ -18,7 +18,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_data_helpers import ROOT, environment, kill_after, run_data
+from test_data_helpers import ROOT, environment, kill_after, mounted, run_data
 
 import data.sources
 from data.build import build, read_progress
@@ -333,7 +333,7 @@ def test_full_disk(corpus: Path, whole: dict[str, bytes], tmp_path: Path) -> Non
     """A disk with room for four shards: one line, only whole files; with more room the build goes on."""
     out = tmp_path / "disk"
     out.mkdir()
-    with _mounted(["mount", "-t", "tmpfs", "-o", "size=2200k", "tmpfs", str(out)], out):
+    with mounted(["mount", "-t", "tmpfs", "-o", "size=2200k", "tmpfs", str(out)], out):
         args = ("build", "--files", corpus, "--out", out, "--workers", 1, "--shard-tokens", "250K")
         done = run_data(*args)
         assert done.returncode == 7, done.stderr
@@ -351,25 +351,12 @@ def test_full_disk(corpus: Path, whole: dict[str, bytes], tmp_path: Path) -> Non
 def test_read_only_folder(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "disk"
     out.mkdir()
-    with _mounted(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(out)], out):
+    with mounted(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(out)], out):
         for args in (("build", "--files", corpus, "--out", out), ("sample", "--out", out / "new")):
             done = run_data(*args)
             assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
             assert done.stderr.startswith(f"error: {args[-1]}") and "Read-only" in done.stderr
         assert contents(out) == {}
-
-
-@contextmanager
-def _mounted(command: list[str], folder: Path) -> Iterator[None]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"this system does not let root mount a tmpfs: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.mark.parametrize(

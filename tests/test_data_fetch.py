@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_data_helpers import COMMIT, NEWER, Console, Hub, kill_after, run_data
+from test_data_helpers import COMMIT, NEWER, Console, Hub, kill_after, mounted, run_data
 
 VAL, TRAIN = "fineweb_val_000000.bin", ["fineweb_train_000001.bin", "fineweb_train_000002.bin"]
 
@@ -213,6 +213,15 @@ def test_no_space_is_said_before_the_first_byte(console: Console, hub: Hub, tmp_
         del hub.entry
     assert code == 2 and "are free" in one_error(err)
     assert visible(tmp_path) == {} and [n for n, _ in hub.gets] == []
+
+
+@pytest.mark.parametrize(("options", "says"), [("ro", "Read-only"), ("size=1m", "are free")])
+def test_folders_that_cannot_take_it(console: Console, hub: Hub, tmp_path: Path, options: str, says: str) -> None:
+    with mounted(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)], tmp_path):
+        code, _, err = console("fetch", "someone/shards", "--out", tmp_path)
+        line = one_error(err)
+        assert code == 2 and line.startswith(f"error: {tmp_path}: ") and says in line
+        assert list(tmp_path.iterdir()) == [] and hub.gets == []
 
 
 def _kill_loop(hub: Hub, folder: Path, kills: int, seed: int) -> None:

@@ -16,11 +16,15 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = "c0ffee" + "0" * 34
@@ -268,3 +272,17 @@ class Console:
 
     def close(self) -> None:
         self.process.communicate()
+
+
+@contextmanager
+def mounted(command: list[str], folder: Path) -> Iterator[None]:
+    """Have a file system mounted on `folder`; skips the test where that is not allowed."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"this system does not let root mount a tmpfs: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -12,6 +12,7 @@ from test_data_helpers import environment, run_data
 
 from data.sample import SHA256, make_sample, sample_documents
 from data.tokenizer import RANK_SHA256, gpt2_encoding, rank_file, well_formed
+from train_gpt2 import UserError
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,13 @@ def test_the_second_call_verifies_and_mends(tmp_path: Path, folder: Path) -> Non
     (folder / "manifest.json").unlink()
     assert make_sample(folder)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+def test_other_bytes_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHA256, "sample_train_000001.bin", "0" * 64)
+    with pytest.raises(UserError, match=r"sample_train_000001\.bin: came out with sha256"):
+        make_sample(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["sample_val_000000.bin"]
 
 
 def test_without_any_package_index_there_is_one_line(tmp_path: Path) -> None:
