@@ -661,9 +661,10 @@ def model_parallelism(model: Model, room: float) -> tuple[str, str]:
 
 
 def smallest_gpu(model: Model, trainable: int | None) -> Gpu | None:
-    """The smallest GPU of the table on which one sequence trains, to debug on; None if there is none."""
+    """The smallest GPU of the table on which one sequence trains, to debug on; None if there is none. Only with
+    native bf16: bugs are looked for in the arithmetic that the real run will use."""
     need = next(ladder(model, 1, trainable)).need
-    fitting = [gpu for gpu in GPUS if need <= USABLE * gpu.memory * GB]
+    fitting = [gpu for gpu in GPUS if gpu.bf16 and need <= USABLE * gpu.memory * GB]
     return min(fitting, key=lambda gpu: (gpu.memory, gpu.peak), default=None)
 
 

@@ -170,8 +170,8 @@ def headline(run: Run) -> list[dict[str, str]]:
         ),
         (
             "trained",
-            human_count(result["tokens"]) + " tokens",
-            f"{result['step']:,} steps, {result['exit_reason']}",
+            human_count(result["tokens"]),
+            f"tokens in {result['step']:,} steps, {result['exit_reason']}",
         ),
         (
             "training time",
@@ -387,6 +387,7 @@ class Plot:
     zero: bool = False  # the axis starts at 0
     cut: bool = False  # the first steps may leave the chart at its top
     band: bool = False  # the baseline's band is drawn
+    start: float = 0.0  # only what comes after this share of each curve, on an axis that starts there
 
 
 def plain(value: float, digits: int) -> str:
@@ -396,6 +397,7 @@ def plain(value: float, digits: int) -> str:
 PLOTS = {
     "Loss": (
         Plot("Validation loss", "val", "val_loss", plain, cut=True, band=True),
+        Plot("Validation loss at the end", "val", "val_loss", plain, band=True, start=0.6),
         Plot("Training loss", "train", "loss", plain, cut=True),
     ),
     "Optimization": (
@@ -435,7 +437,10 @@ def collect(runs: Sequence[Run], plot: Plot, axis: str) -> list[Series]:
     for i, run in enumerate(runs):
         x, y = run.column(plot.kind, axis), run.column(plot.kind, plot.key)
         keep = np.isfinite(x) & np.isfinite(y)
-        if keep.any():
+        if plot.start and keep.any():  # the same rows on either axis
+            tokens = run.column(plot.kind, "tokens")
+            keep &= tokens >= plot.start * tokens[-1]
+        if keep.sum() > 2 * bool(plot.start):
             series.append(Series(i, run.name, *bin_rows(x[keep], y[keep], plot.pick)))
     return series
 
@@ -456,8 +461,9 @@ def bin_rows(x: Array, y: Array, pick: str) -> tuple[Array, Array]:
 
 def chart(plot: Plot, series: Sequence[Series], x_text: Format, baseline: dict[str, Any] | None) -> dict[str, Any]:
     """One chart as paths in a 1000 x 1000 box, ticks in percent, a table and a sentence that describes it."""
-    band = baseline_band(baseline)
     x_end = max(float(s.x[-1]) for s in series) or 1.0
+    left = min(float(s.x[0]) for s in series) if plot.start else 0.0
+    band = baseline_band(baseline, left)
     low = min(float(s.y.min()) for s in series)
     high = top_of_chart = max(float(s.y.max()) for s in series)
     note = plot.note
@@ -470,7 +476,7 @@ def chart(plot: Plot, series: Sequence[Series], x_text: Format, baseline: dict[s
         else:
             top_of_chart = high
     if band:
-        low = min(low, float(band[1].min()))
+        low, top_of_chart = min(low, float(band[1].min())), max(top_of_chart, float(band[2].max()) if plot.start else 0)
     log = plot.log and low > 0
     scale: Callable[[Any], Any] = np.log10 if log else np.asarray
     bottom, top = float(scale(low)), float(scale(top_of_chart))
@@ -478,11 +484,11 @@ def chart(plot: Plot, series: Sequence[Series], x_text: Format, baseline: dict[s
     bottom, top = (0.0 if plot.zero else bottom - pad), top + pad
 
     def path(x: Array, y: Array, start: str = "M") -> str:
-        px, py = 1000 * x / x_end, 1000 * (top - scale(y)) / (top - bottom)
+        px, py = 1000 * (x - left) / (x_end - left), 1000 * (top - scale(y)) / (top - bottom)
         return start + "L".join(f"{a:.1f} {b:.1f}" for a, b in zip(px, py))
 
     y_values = log_ticks(10**bottom, 10**top) if log else ticks(bottom, top)
-    x_values = ticks(0.0, x_end)
+    x_values = ticks(left, x_end)
     return {
         "name": plot.name,
         "note": note,
@@ -494,7 +500,7 @@ def chart(plot: Plot, series: Sequence[Series], x_text: Format, baseline: dict[s
             for value, text in zip(y_values, distinct(y_values, plot.text))
         ],
         "x_ticks": [
-            {"at": round(100 * value / x_end, 2), "text": text, "extra": i % 2 == 1}
+            {"at": round(100 * (value - left) / (x_end - left), 2), "text": text, "extra": i % 2 == 1}
             for i, (value, text) in enumerate(zip(x_values, distinct(x_values, x_text)))
         ],
         "table": chart_table(series, x_text, plot.text),
@@ -518,14 +524,15 @@ def distinct(values: Sequence[float], text: Format) -> list[str]:
     return labels
 
 
-def baseline_band(baseline: dict[str, Any] | None) -> tuple[Array, Array, Array, Array] | None:
-    """(tokens, lowest, highest, mean) of a baseline's val curves over its seeds; None where it has none."""
+def baseline_band(baseline: dict[str, Any] | None, left: float = 0.0) -> tuple[Array, Array, Array, Array] | None:
+    """(tokens, lowest, highest, mean) of a baseline's val curves over its seeds, from `left` tokens on; None where
+    it has no curves."""
     if baseline is None or baseline["kind"] != "runs":
         return None
-    curves = [run["curve"] for run in baseline["runs"]]
+    curves = [[point for point in run["curve"] if point["tokens"] >= left] for run in baseline["runs"]]
     tokens = np.array([point["tokens"] for point in curves[0]], dtype=np.float64)
     losses = np.array([[point["val_loss"] for point in curve] for curve in curves])
-    return tokens, losses.min(axis=0), losses.max(axis=0), losses.mean(axis=0)
+    return (tokens, losses.min(axis=0), losses.max(axis=0), losses.mean(axis=0)) if len(tokens) else None
 
 
 def chart_table(series: Sequence[Series], x_text: Format, y_text: Format) -> dict[str, Any]:

@@ -239,8 +239,8 @@ def test_a_long_sequence_is_split_before_the_layers_are():
 def test_framework_and_debug_gpu():
     small = make("--model", "gpt2", "--gpu", "H100", "--count", "8")["strategy"]
     assert small["framework"].startswith("this trainer")
-    assert small["smallest_gpu"] == "T4"
-    assert make("--params", "1.2B", "--gpu", "H100")["strategy"]["smallest_gpu"] == "A10G"
+    assert small["smallest_gpu"] == "A10G"
+    assert make("--params", "2.5B", "--gpu", "H100")["strategy"]["smallest_gpu"] == "A40"
     big = make("--params", "400B", "--gpu", "H100", "--count", "64")["strategy"]
     assert "Megatron" in big["framework"]
     assert big["smallest_gpu"] is None

@@ -275,7 +275,7 @@ def test_in_chromium(ten_runs, tmp_path, width, dark):
             "{const b = c.getBoundingClientRect();"
             " return [b.width, b.height, getComputedStyle(c).stroke]})"
         )
-        assert len(curves) == 10 * 6  # six charts with data: no MFU in these runs
+        assert len(curves) == 10 * 7  # seven charts with data: no MFU in these runs
         assert all(w > 100 for w, _, _ in curves)
         assert len({color for _, _, color in curves}) == 10
 
