@@ -1349,7 +1349,8 @@ def environment(cfg: Config, device: torch.device, attention: str, compiled: boo
 
     def command(*args: str) -> str | None:
         try:
-            return subprocess.run(args, capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent).stdout.strip() or None
+            done = subprocess.run(args, capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent)
+            return done.stdout.strip() or None if done.returncode == 0 else None
         except (OSError, subprocess.TimeoutExpired):
             return None
 
