@@ -173,9 +173,14 @@ class Browser:
     def __init__(self, folder: Path, width: int, dark: bool):
         driver = shutil.which("chromedriver")
         assert driver and shutil.which("chromium"), "install chromium and chromium-driver"
-        self.process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout
-        port = next(m[1] for line in self.process.stdout if (m := re.search(r"successfully on port (\d+)", line)))
+        port = None
+        for _ in range(5):  # it picks a port twice, for IPv4 and IPv6, and gives up where the second is taken
+            self.process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True)
+            assert self.process.stdout
+            found = (re.search(r"successfully on port (\d+)", line) for line in self.process.stdout)
+            if port := next((m[1] for m in found if m), None):
+                break
+        assert port, "chromedriver does not start"
         self.base = f"http://127.0.0.1:{port}/session"
         flags = [
             "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
