@@ -94,9 +94,7 @@ def patched_source(fault: Fault, source: str) -> str:
     if fault.old is None:
         return source
     if source.count(fault.old) != 1:
-        raise SystemExit(
-            f"error: {fault.what}: {fault.old!r} stands {source.count(fault.old)} times in the trainer"
-        )
+        raise SystemExit(f"error: {fault.what}: {fault.old!r} stands {source.count(fault.old)} times in the trainer")
     return source.replace(fault.old, fault.new)
 
 
@@ -135,9 +133,7 @@ def train(folder: Path, trainer: Path) -> None:
             flags += ["--data", str(leaking_data(Path("data/sample"), folder / "leak"))]
         print(name, flush=True)
         with (folder / f"{name}.log").open("w") as log:
-            subprocess.run(
-                [sys.executable, script, "sample", *flags], env=environment, stderr=log, stdout=log
-            )
+            subprocess.run([sys.executable, script, "sample", *flags], env=environment, stderr=log, stdout=log)
         (run_dir / "model.safetensors").unlink(missing_ok=True)  # only the numbers are judged
 
 
@@ -151,12 +147,15 @@ def collect(folder: Path) -> None:
     for name, fault, seed in jobs():
         if seed in BASELINE_SEEDS:
             continue
-        config, env, result = (
-            json.loads((folder / name / f"{part}.json").read_text()) for part in ("config", "env", "result")
-        )
+        if not (folder / name / "result.json").exists():
+            print(f"{name}: not trained yet")
+            continue
+        config, env, result = (json.loads((folder / name / f"{part}.json").read_text()) for part in ("config", "env", "result"))
         rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
         del config["config"]["run_dir"]
         env.pop("argv")
+        if fault and FAULTS[fault].val_is_train:  # the folder was of its day; what counts is its fingerprint
+            config["config"]["data"] = result["data"]["dir"] = "data/val-is-train"
         first = first or {"config": config, "env": env, "result": result}
         runs[name] = {
             "fault": fault,
@@ -241,22 +240,24 @@ def table(kept: dict[str, Any]) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         for name, fault in FAULTS.items():
-            run_dirs = [unpack(kept, f"{name}-{seed}", folder) for seed in FAULT_SEEDS]
+            names = [f"{name}-{seed}" for seed in FAULT_SEEDS]
+            if not set(names) <= set(kept["runs"]):
+                rows.append(f"| {fault.what} | not trained yet | | | |")
+                continue
+            run_dirs = [unpack(kept, run, folder) for run in names]
             worse, same = (judge(run_dirs, q, folder / f"{name}-{q}") for q in ("worse", "same"))
             if worse["verdict"] == "refused":
-                cells = ["", f"refused: {worse['why'].split(';')[0]}", "refused", "refused"]
+                differing = [line.split(": ")[0] for line in worse["why"].split(": ", 1)[1].split("; ")]
+                cells = ["", f"refused: other {', '.join(dict.fromkeys(differing))}", "refused", "refused"]
             else:
                 alarms = [watched(run_dir) for run_dir in run_dirs]
                 steps = ", ".join(f"{step} ({side})" if step is not None else "-" for step, side in alarms)
-                cells = [f"{worse['estimate']:+.4f}", cell(worse), cell(same), steps]
+                difference = "diverged" if worse["estimate"] is None else f"{worse['estimate']:+.4f}"
+                cells = [difference, cell(worse), cell(same), steps]
             caught += any(v["verdict"] in ("FAIL", "refused") or v.get("suspicions") for v in (worse, same))
             rows.append(f"| {fault.what} | " + " | ".join(cells) + " |")
-        fresh = [unpack(kept, f"clean-{seed}", folder) for seed in FRESH_SEEDS]
-        text = (
-            "\n".join(rows)
-            + f"\n\n{caught} of {len(FAULTS)} caught with three seeds.\n\n"
-            + fresh_rates(fresh, folder)
-        )
+        fresh = [unpack(kept, run, folder) for run in kept["runs"] if run.startswith("clean-")]
+        text = "\n".join(rows) + f"\n\n{caught} of {len(FAULTS)} caught with three seeds.\n\n" + fresh_rates(fresh, folder)
     return text
 
 
@@ -264,18 +265,14 @@ def cell(verdict: dict[str, Any]) -> str:
     """PASS/FAIL/INCONCLUSIVE with the p-value that decided, and whether it looked too good."""
     p = {"PASS": verdict["p_pass"], "FAIL": verdict["p_fail"]}.get(verdict["verdict"])
     return (
-        verdict["verdict"]
-        + (f" (p={p:.1g})" if p is not None else "")
-        + ("; too good: warned" if verdict["suspicions"] else "")
+        verdict["verdict"] + (f" (p={p:.1g})" if p is not None else "") + ("; too good: warned" if verdict["suspicions"] else "")
     )
 
 
 def fresh_rates(fresh: list[Path], folder: Path) -> str:
     """False alarms among unpatched runs that the baseline has never seen, and the bound to stay in."""
     baseline = load(SAMPLE_BASELINE)
-    counts = {
-        "watch": [sum(watched(run)[0] is not None for run in fresh), len(fresh), 1 / (baseline["n"] + 1)]
-    }
+    counts = {"watch": [sum(watched(run)[0] is not None for run in fresh), len(fresh), 1 / (baseline["n"] + 1)]}
     for question in ("worse", "same"):
         singles = [judge([run], question, folder / f"{run.name}-{question}") for run in fresh]
         counts[f"`{question}`, one seed"] = [sum(v["verdict"] == "FAIL" for v in singles), len(fresh), 0.05]
@@ -303,9 +300,7 @@ def read_kept() -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.regress_faults", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.regress_faults", description=__doc__.split("\n")[0])
     parser.add_argument("action", choices=("train", "collect", "table"))
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt2.py")
