@@ -72,9 +72,12 @@ def test_the_copy_is_of_the_moment_of_the_call(tmp_path: Path) -> None:
 
     writer, live = checkpoints(tmp_path, []), state(3)
     writer.stage(live)
+    go = threading.Event()
+    writer.pool.submit(go.wait, 30)  # the thread gets to it late
     writer.save(live, {"schema": 1, "step": 3})
     for value in live.values():
-        value.fill_(77)  # training goes on while the thread writes
+        value.fill_(77)  # while training goes on
+    go.set()
     writer.close()
     loaded = {k: torch.zeros_like(v) for k, v in live.items()}
     dcp.load(loaded, storage_reader=t.checkpoint_reader(tmp_path / "checkpoints" / "step-000003"), no_dist=True)
@@ -135,7 +138,7 @@ def test_what_was_put_there_by_others_is_refused(two: Path, tmp_path: Path) -> N
     path = tmp_path / "step-000002"
     shutil.copytree(two / "checkpoints" / "step-000002", path)
     (path / "__1_0.distcp").write_bytes(b"more")
-    with pytest.raises(t.UserError, match="__1_0.distcp is not in the manifest"):
+    with pytest.raises(t.UserError, match=r"__1_0\.distcp is not in the manifest"):
         t.verify_checkpoint(path)
     (path / "__1_0.distcp").unlink()
     (path / "pinned").write_text("kept by hand\n")  # a note of ours, not part of the state
@@ -252,7 +255,7 @@ def test_left_overs_of_a_killed_attempt_go_and_never_count(tmp_path: Path) -> No
     writer = checkpoints(tmp_path, [], attempt="next")
     assert names(tmp_path) == ["latest", "step-000001"]
     (folder / ".tmp-000002-killed").mkdir()  # the orphan of the killed attempt writes on
-    (folder / ".tmp-000002-killed" / "__0_0.distcp").write_bytes(b"half")
+    (folder / ".tmp-000002-killed" / "__1_0.distcp").write_bytes(b"half")
     write(writer, 2)
     t.verify_checkpoint(folder / "step-000002")
     assert sorted(p.name for p in (folder / "step-000002").iterdir()) == sorted(FILES)
@@ -335,7 +338,10 @@ def register(name: str, put_file: Callable[..., None]) -> None:
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
-    members = {"protocol": name, "put_file": put_file, "_strip_protocol": classmethod(lambda cls, path: LocalFileSystem._strip_protocol(path.removeprefix(f"{name}://")))}  # fmt: skip
+    def strip(cls: Any, path: str) -> str:
+        return LocalFileSystem._strip_protocol(path.removeprefix(f"{name}://"))
+
+    members = {"protocol": name, "put_file": put_file, "_strip_protocol": classmethod(strip)}
     fsspec.register_implementation(name, type("Broken", (LocalFileSystem,), members), clobber=True)
 
 
