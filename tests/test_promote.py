@@ -1,0 +1,421 @@
+"""Promotions: each gate on run directories with a planted defect, the ledger, a real kill, and one whole decision."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness_support import write_run
+from train_support import TINY
+from trainer_jobs import CONTEXT
+
+from harness import gates, ledger, promote
+from harness.__main__ import main
+from harness.common import UserError
+
+PROFILE = {
+    "limits": {"compute": 0.6, "memory": 0.25, "communication": 0.0, "data": 0.0, "launch": 0.15, "capacity": 0.14},
+    "parts_ms": {"forward": 1.0, "backward": 2.0},
+    "sentence": "arithmetic binds: matrix products and attention fill 60% of the step",
+}
+GB = 10**9
+
+# --- run directories ---------------------------------------------------------------------------------------
+
+
+def arm(
+    root: Path,
+    name: str,
+    seeds: Sequence[int] = (1,),
+    speed: Callable[[int], float] = lambda step: 1.0,
+    steps: int = 200,
+    shift: Callable[[int], float] = lambda seed: 0.0,
+    **result: Any,
+) -> list[Path]:
+    """One run per seed; `speed` and `shift` are factors by step and nats by seed."""
+    runs = []
+    for seed in seeds:
+        run = write_run(root / f"{name}-{seed}", steps=steps, seed=seed, shift=shift(seed), peak_mem_bytes=20 * GB, **result)
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for row in rows:
+            if row["kind"] == "train":
+                row["tokens_per_s"] *= speed(row["step"])
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        runs.append(run)
+    return runs
+
+
+def recovery(root: Path, off: float = 0.0, **record: Any) -> dict[str, Any]:
+    """A twin and a run that was killed after step 31 and went on from 25; `off` nats apart after that."""
+    twin, broken = write_run(root / "twin", steps=40), write_run(root / "broken", steps=40)
+    rows = [json.loads(line) for line in (broken / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["kind"] == "train" and row["step"] > 27:
+            row["loss"] += off
+    (broken / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"twin": str(twin), "broken": str(broken), "killed_after_step": 31, "resumed_at": 25, **record}
+
+
+def evidence(root: Path, candidate: list[Path] | None = None, **changes: Any) -> gates.Evidence:
+    """A candidate a fifth faster that passes all gates, with changes."""
+    control = changes.pop("control", None) or arm(root, "control")
+    values: dict[str, Any] = {
+        "objective": "throughput",
+        "addresses": ("compute",),
+        "tolerance": 0.01,
+        "profile": PROFILE,
+        "recovery": recovery(root) if "recovery" not in changes else None,
+        "memory_limit": 100 * GB,
+    }
+    return gates.Evidence(
+        control=control, candidate=candidate or arm(root, "candidate", speed=lambda s: 1.2), **(values | changes)
+    )
+
+
+def first_failure(e: gates.Evidence) -> int:
+    """The number of the gate that decides; 0: accepted."""
+    outcome = gates.evaluate(e)
+    assert [gate.number for gate in outcome] == [1, 2, 3, 4, 5]
+    assert all(gate.evidence for gate in outcome), "every gate says why"
+    word, reason = gates.verdict(outcome)
+    failed = [gate.number for gate in outcome if gate.status == "fail"]
+    assert word == ("rejected" if failed else "accepted")
+    assert not failed or reason.startswith(f"gate {failed[0]} ")
+    return failed[0] if failed else 0
+
+
+def gate(e: gates.Evidence, number: int) -> gates.Gate:
+    return next(g for g in gates.evaluate(e) if g.number == number)
+
+
+# --- planted defects fail at the right gate ----------------------------------------------------------------
+
+
+def test_a_faster_candidate_is_accepted(tmp_path: Path):
+    e = evidence(tmp_path)
+    assert first_failure(e) == 0
+    ratio, low, high = gate(e, 3).data["ratio"]
+    assert low <= ratio <= high and ratio == pytest.approx(1.2, abs=0.02) and low > 1
+
+
+def test_a_slower_one_fails_at_the_objective(tmp_path: Path):
+    e = evidence(tmp_path, arm(tmp_path, "candidate", speed=lambda s: 0.95))
+    assert first_failure(e) == 3 and "slower" in gate(e, 3).evidence
+
+
+@pytest.mark.parametrize("steps", [75, 200])
+def test_one_that_is_faster_in_its_first_50_steps_only_fails_at_the_objective(tmp_path: Path, steps: int):
+    control = arm(tmp_path, "control", steps=steps)
+    candidate = arm(tmp_path, "candidate", steps=steps, speed=lambda s: 1.3 if s <= 50 else 1.0)
+    e = evidence(tmp_path, candidate, control=control)
+    assert first_failure(e) == 3 and "does not last" in gate(e, 3).evidence
+
+
+def test_a_machine_that_slows_down_under_both_arms_is_not_the_candidates_fault(tmp_path: Path):
+    hot = lambda s: 1 - 0.001 * s / 2  # noqa: E731
+    candidate = arm(tmp_path, "candidate", speed=lambda s: 1.2 * hot(s))
+    assert first_failure(evidence(tmp_path, candidate, control=arm(tmp_path, "control", speed=hot))) == 0
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2), (1, 2, 3, 4)])
+def test_a_loss_shifted_by_two_hundredths_fails_at_the_loss(tmp_path: Path, seeds: Sequence[int]):
+    noise = {1: 0.001, 2: -0.0012, 3: 0.0004, 4: -0.0007}
+    control = arm(tmp_path, "control", seeds)
+    for shift, expected in ((0.0, 0), (0.02, 2), (-0.02, 0)):  # better is as good as equal
+        candidate = arm(tmp_path, f"c{shift}", seeds, speed=lambda s: 1.2, shift=lambda seed, x=shift: x + noise[seed])
+        e = evidence(tmp_path, candidate, control=control, recovery=None) if expected else None
+        if e is None:
+            shutil.rmtree(tmp_path / "twin", ignore_errors=True)
+            shutil.rmtree(tmp_path / "broken", ignore_errors=True)
+            e = evidence(tmp_path, candidate, control=control)
+        assert first_failure(e) == expected, gate(e, 2).evidence
+        if len(seeds) > 2:
+            assert "seeds" in gate(e, 2).evidence and gate(e, 2).data["verdict"] == ("FAIL" if expected else "PASS")
+
+
+def test_losses_declared_bit_equal_must_be(tmp_path: Path):
+    same = arm(tmp_path, "same", speed=lambda s: 1.2)
+    assert first_failure(evidence(tmp_path, same, tolerance=0.0)) == 0
+    rows = [json.loads(line) for line in (same[0] / "metrics.jsonl").read_text().splitlines()]
+    rows[-3]["loss"] = rows[-3].get("loss", 0.0) + 1e-15 * 4
+    (same[0] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    e = evidence(tmp_path / "again", same, tolerance=0.0)
+    assert first_failure(e) == 2 and f"step {rows[-3]['step']}" in gate(e, 2).evidence
+
+
+def test_small_losses_must_not_add_up(tmp_path: Path):
+    e = evidence(tmp_path, origin=3.3)  # the final loss of these runs is about 3.35
+    assert first_failure(e) == 2 and "added up" in gate(e, 2).evidence
+    e.origin = 3.35
+    assert first_failure(e) == 0
+
+
+def test_other_data_is_not_compared(tmp_path: Path):
+    other = arm(tmp_path, "other", speed=lambda s: 1.2, data={"dir": "x", "fingerprint": "0" * 16, "dataset": "other"})
+    e = evidence(tmp_path, other)
+    assert first_failure(e) == 2 and "not like with like" in gate(e, 2).evidence
+
+
+def test_a_run_that_diverged_fails_at_the_loss(tmp_path: Path):
+    bad = arm(tmp_path, "bad", speed=lambda s: 1.2, exit_reason="non_finite", exit_code=3, val_loss=None)
+    assert first_failure(evidence(tmp_path, bad)) == 2
+
+
+@pytest.mark.parametrize(("off", "expected"), [(0.0, 0), (0.003, 4)])
+def test_losses_that_differ_after_the_resume_fail_at_the_recovery(tmp_path: Path, off: float, expected: int):
+    e = evidence(tmp_path, recovery=recovery(tmp_path, off))
+    assert first_failure(e) == expected
+    assert ("step 28" in gate(e, 4).evidence) == bool(off), "the first step that is not the twin's"
+
+
+@pytest.mark.parametrize("record", [{"resumed_at": 0}, {"resumed_at": 32}, {"problem": "the resume ended with 1"}])
+def test_a_resume_from_nowhere_fails_at_the_recovery(tmp_path: Path, record: dict[str, Any]):
+    assert first_failure(evidence(tmp_path, recovery=recovery(tmp_path, **record))) == 4
+
+
+def test_memory_over_the_limit_fails_at_the_memory(tmp_path: Path):
+    e = evidence(tmp_path, memory_limit=21 * GB)  # a peak of 20 leaves 5%
+    assert first_failure(e) == 5 and "5% free" in gate(e, 5).evidence
+    e.memory_limit = 23 * GB
+    assert first_failure(e) == 0
+    e.memory_limit = None
+    assert first_failure(e) == 5, "an unknown size is not a pass"
+
+
+def test_sharding_what_fits_is_rejected_with_the_profiles_reason(tmp_path: Path):
+    e = evidence(tmp_path, addresses=("capacity",), recovery=None)
+    assert first_failure(e) == 1
+    assert "14% of the device's memory" in gate(e, 1).evidence and PROFILE["sentence"] in gate(e, 1).evidence
+    assert gate(e, 4).status == "skipped", "nothing is killed for what is decided"
+    full = {**PROFILE, "limits": {**PROFILE["limits"], "capacity": 0.93}}
+    assert gate(evidence(tmp_path / "full", addresses=("capacity",), profile=full), 1).status == "pass"
+
+
+def test_a_limit_that_holds_nothing_is_not_worth_a_candidate(tmp_path: Path):
+    assert first_failure(evidence(tmp_path, addresses=("communication",))) == 1
+    assert first_failure(evidence(tmp_path / "none", profile=None)) == 1
+
+
+def test_without_a_killed_run_nothing_is_accepted(tmp_path: Path):
+    assert first_failure(evidence(tmp_path, recovery=None)) == 4
+
+
+@pytest.mark.parametrize(("shift", "expected"), [(-0.3, 0), (0.001, 3), (-0.002, 3)])
+def test_seconds_to_a_loss(tmp_path: Path, shift: float, expected: int):
+    candidate = arm(tmp_path, "candidate", shift=lambda seed: shift)
+    e = evidence(tmp_path, candidate, objective="time_to_loss")
+    assert first_failure(e) == expected, gate(e, 3).evidence
+    if not expected:
+        # 3.3 + 7.5 exp(-5 s / 200) - 0.3 = 3.3 + 7.5 exp(-5) at s = 200 / 5 * ln(7.5 / (0.3 + 7.5 exp(-5))), 0.25 s a step
+        assert gate(e, 3).data["seconds"][0][1] == pytest.approx(0.25 * 122.4, rel=0.02)
+
+
+def test_fitting_needs_the_controls_out_of_memory(tmp_path: Path):
+    short = arm(tmp_path, "short", exit_reason="out_of_memory", exit_code=4, val_loss=None)
+    assert first_failure(evidence(tmp_path, control=short, objective="fit", profile=None)) == 0
+    (short[0] / "config.json").unlink()  # it ended in the warm-up, before anything else was written
+    assert first_failure(evidence(tmp_path / "bare", control=short, objective="fit", profile=None)) == 0
+    assert first_failure(evidence(tmp_path / "fits", objective="fit")) == 1
+
+
+# --- the ledger --------------------------------------------------------------------------------------------
+
+
+def decision(name: str, verdict: str = "accepted", loss: float = 3.3, ranks: int = 1) -> dict[str, Any]:
+    arm_ = {"tokens_per_s": 5e5, "val_loss": loss, "peak_bytes": 20 * GB, "step_ms": 1.0}
+    return {
+        "kind": "decision", "date": "2026-12-01T00:00:00+00:00", "candidate": name, "recipe": "speedrun",
+        "flags": {"control": ["--compile", "off"], "candidate": ["--compile", "on"]}, "ranks": {"control": 1, "candidate": ranks},
+        "difference": {"compile": ["off", "on"]}, "objective": "throughput", "tolerance": 0.01, "rationale": "another order",
+        "workload": {
+            "key": "k", "recipe": "speedrun", "steps": 9, "batch_tokens": 64, "seq_len": 8, "seeds": [1],
+            "dataset": "mix", "data_fingerprint": "f",
+        },
+        "gates": [{"number": 1, "name": "limit", "status": "pass", "evidence": "memory | binds", "data": {}}],
+        "measured": {"control": arm_, "candidate": arm_, "ratio": [1.2, 1.1, 1.3]}, "software": {"torch": "2.13"},
+        "hardware": {"text": "1 x H200"}, "verdict": verdict, "reason": "faster", "notes": ["one"],
+    }  # fmt: skip
+
+
+def test_the_ledger_grows_by_lines_and_notices_edits(tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    first = ledger.append(decision("a"), path)
+    kept = path.read_bytes()
+    second = ledger.append(decision("b", "rejected", 3.4), path)
+    assert path.read_bytes().startswith(kept) and (first["id"], second["id"]) == ("p001", "p002")
+    assert [r["candidate"] for r in ledger.read(path)] == ["a", "b"]
+    assert ledger.origin_loss(ledger.read(path), "k") == 3.3 and ledger.origin_loss(ledger.read(path), "other") is None
+    lines = path.read_text().splitlines()
+    for damaged in ([lines[1]], [lines[0].replace("3.3", "3.2"), lines[1]], [lines[0], lines[0]], [lines[0], "{"]):
+        path.write_text("\n".join(damaged) + "\n")
+        with pytest.raises(UserError, match="restore"):
+            ledger.read(path)
+
+
+def test_list_show_and_accept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "ledger.jsonl"
+
+    def command(*argv: str) -> tuple[int, str, str]:
+        code = main(["promote", *argv, "--ledger", str(path)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    assert command("list")[0] == 0 and json.loads(command("list", "--json")[1]) == []
+    ledger.append(decision("compile"), path)
+    ledger.append(decision("fsdp2", "rejected"), path)
+    ledger.append(decision("ddp-2", ranks=2), path)
+    assert [r["id"] for r in json.loads(command("list", "--json")[1])] == ["p001", "p002", "p003"]
+    assert "gate 1, limit: **pass**" in command("show", "p001")[1]
+    for bad in (("show", "p009"), ("show",), ("accept", "p002"), ("accept", "p003")):
+        code, out, err = command(*bad)
+        assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+    assert ledger.control_of(ledger.read(path), "speedrun") is None
+    assert command("accept", "p001")[0] == 0 and command("accept", "p001")[0] == 2
+    current = ledger.control_of(ledger.read(path), "speedrun")
+    assert current is not None and current["flags"] == ["--compile", "on"]
+    assert command("accept", "p003", "--reason", "the run must end this week")[0] == 0
+    table = (tmp_path / "ledger.md").read_text()
+    assert "now the control (p004)" in table and "`fsdp2`" in table
+    rows = [line for line in table.splitlines() if line.startswith("| [p")]
+    assert len(rows) == 3 and all(row.count("|") == 11 for row in rows)
+
+
+def test_the_committed_table_is_the_ledgers():
+    if ledger.LEDGER.exists():
+        assert ledger.TABLE.read_text() == ledger.table(ledger.read())
+
+
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], shards: Path):
+    out, kept = tmp_path / "runs", tmp_path / "ledger.jsonl"
+    for argv in (
+        [], ["no-such-candidate"], ["compile", "--seeds", "1,x"], ["compile", "--seeds", "1,1"], ["compile", "--rounds", "0"],
+        ["compile", "--kill-steps", "3"], ["--candidate", "--no-such-flag 1"], ["compile", "--suite", "h200"],
+        ["--candidate", "--n-layer 2", "--addresses", "warp"], ["compile", "--baseline", "nothing"],
+        ["compile", "--control", "owner-2"],
+        ["compile", "--control", "p001"], ["--candidate", "--n-layer 2", "--tolerance", "2"],
+    ):  # fmt: skip
+        code = main(
+            ["promote", *argv, "--recipe", "sample", "--out", str(out), "--ledger", str(kept), "--", "--data", str(shards)]
+        )
+        message = capsys.readouterr().err
+        assert code == 2 and message.startswith("error: ") and message.count("\n") == 1, argv
+        assert not out.exists() and not kept.exists()
+
+
+def test_every_candidate_is_a_difference_of_two_configs_and_says_why():
+    from train_gpt2 import parse_args
+
+    for c in promote.CANDIDATES.values():
+        old, new = (parse_args(["speedrun", *flags]) for flags in (c.control, c.flags))
+        assert old != new or c.gpus != c.control_gpus or c.name == "micro-batch-32", c.name
+        assert c.objective in gates.OBJECTIVES and c.rationale and 0 <= c.tolerance < 0.02
+        assert c.addresses or c.objective != "throughput"
+    for names, flags in promote.SUITES.values():
+        assert set(names) <= set(promote.CANDIDATES)
+        parse_args(["speedrun", *flags.split()])
+
+
+# --- a real kill -------------------------------------------------------------------------------------------
+
+
+def _train(argv: list[str], log: str, forgetful: bool) -> None:
+    """A training in a process of its own; `forgetful`: its checkpoints give back no momentum."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    import torch
+
+    import train_gpt2
+
+    torch.set_num_threads(1)
+    if forgetful:
+        restore = train_gpt2.Trainer.restore
+
+        def without_momentum(self: Any, meta: Any) -> None:
+            restore(self, meta)
+            for stack in self.optimizer.momentum.values():
+                stack.zero_()
+
+        train_gpt2.Trainer.restore = without_momentum  # type: ignore[method-assign]
+    os._exit(train_gpt2.main(argv))
+
+
+class Forked:
+    """A training forked from a server that has torch in memory."""
+
+    def __init__(self, argv: Sequence[str], log: Path, forgetful: bool):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.child = CONTEXT.Process(target=_train, args=(list(argv), str(log), forgetful))
+        self.child.start()
+
+    def alive(self) -> bool:
+        return self.child.is_alive()
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.join()
+
+    def wait(self) -> int:
+        self.child.join(120)
+        assert self.child.exitcode is not None
+        return self.child.exitcode
+
+
+def test_a_checkpoint_that_forgets_momentum_fails_at_the_recovery(tmp_path: Path, shards: Path):
+    flags = TINY | {"data": shards, "head-precision": "same", "value-embeds": 1, "epochs": 9}
+    argv = ["speedrun", *(f"--{k}={v}" for k, v in flags.items() if k not in ("max-steps", "val-every", "checkpoint-every"))]
+    for forgetful in (False, True):
+        start = lambda argv, gpus, log, f=forgetful: Forked(argv, log, f)  # noqa: E731
+        lab = promote.Lab(tmp_path / f"lab-{forgetful}", start=start, say=lambda text: None)
+        if forgetful:  # the twin that was never killed has nothing to forget
+            shutil.copytree(tmp_path / "lab-False/kill/twin", lab.folder / "kill/twin")
+        record = promote.kill_and_resume(lab, "kill", argv, steps=36)
+        assert "problem" not in record, record
+        assert 0 < record["resumed_at"] <= record["killed_after_step"] < 36 and record["aimed_at"] <= record["killed_after_step"]
+        e = evidence(tmp_path / f"rest-{forgetful}", recovery=record)
+        assert first_failure(e) == (4 if forgetful else 0), gate(e, 4).evidence
+        assert ("to the last bit" in gate(e, 4).evidence) != forgetful
+        assert promote.kill_and_resume(lab, "kill", argv, steps=36) == record, "made once"
+
+
+# --- the whole of it ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_a_whole_decision_on_a_small_recipe(tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]):
+    """Profile, interleaved runs, gates, kill, record and table, by the command a person types."""
+    own = {k: v for k, v in TINY.items() if k not in ("max-steps", "val-every", "checkpoint-every", "val-tokens")}
+    own |= {"data": shards, "val-tokens": 128, "micro-batch": 8, "value-embeds": 1, "head-precision": "same"}
+    kept = tmp_path / "ledger.jsonl"
+    argv = ["--steps", "60", "--rounds", "1", "--out", str(tmp_path / "out"), "--ledger", str(kept), "--kill-steps", "60"]
+    argv += ["--recipe", "speedrun", "--addresses", "compute launch memory"]
+    flags = ["--", *(f"--{k}={v}" for k, v in own.items())]
+    # Accumulating micro-batches of one sequence is the slow way to the same sum: a candidate that must come out.
+    assert main(["promote", "--candidate", "--micro-batch 1", *argv, *flags]) == 0
+    (record,) = json.loads((main(["promote", "list", "--json", "--ledger", str(kept)]) and "") or _last_json(capsys))
+    assert record["verdict"] == "rejected" and record["reason"].startswith("gate 3 (objective): slower"), record["reason"]
+    assert [g["status"] for g in record["gates"]] == ["pass", "pass", "fail", "skipped", "pass"]
+    assert record["difference"] == {"micro_batch": [8, 1]}
+    assert abs(record["gates"][1]["data"]["difference"]) < 1e-3
+    assert "micro-batch" in (tmp_path / "ledger.md").read_text()
+    # And back: the control of before is now the candidate, measured anew, killed and resumed.
+    own["micro-batch"] = 1
+    flags = ["--", *(f"--{k}={v}" for k, v in own.items())]
+    argv[argv.index(str(tmp_path / "out"))] = str(tmp_path / "back")
+    assert main(["promote", "--candidate", "--micro-batch 8", *argv, *flags]) == 0
+    record = ledger.read(kept)[-1]
+    assert record["verdict"] == "accepted", record["reason"]
+    assert record["recovery"]["signal"] == 9 and record["measured"]["candidate"]["checkpoint_bytes"] > 0
+    assert main(["promote", "accept", record["id"], "--ledger", str(kept)]) == 0
+
+
+def _last_json(capsys: pytest.CaptureFixture[str]) -> str:
+    out = capsys.readouterr().out
+    return out[out.index("[\n") :]
