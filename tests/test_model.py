@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -409,14 +410,15 @@ print("equal")
 """
 
 
-def test_triton_kernel_equals_float64_and_the_plain_form(python: str) -> None:
+def test_triton_kernel_equals_float64_and_the_plain_form(python: str, tmp_path: Path) -> None:
     """The GPU kernel in Triton's interpreter, in a process of its own since the switch is read at import.
 
     FAST, one instruction of the device for tanh, is the only part that it cannot run.
     """
     pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([python, "-c", INTERPRETED], env=env, capture_output=True, text=True, timeout=120)
+    where = str(Path(train_gpt2.__file__).parent)
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": where}
+    done = subprocess.run([python, "-c", INTERPRETED], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "equal"
 

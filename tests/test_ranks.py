@@ -33,7 +33,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("gpt2", {"lr": 0.003, "embed_lr": 0.003, "warmup_steps": 2, "clip": 0.5}),
     "muon": ("sample", {"value_embeds": 1, "muon_momentum_warmup": 3}),
 }
-MODES = ("ddp", "owner", "zero1")
+MODES = ("ddp", "owner", "zero1", "fsdp2", "fsdp3")
+CASES = [(mode, world) for mode in MODES for world in (2, 4) if (mode, world) != ("fsdp2", 4)]
 
 
 @dataclass
@@ -52,8 +53,7 @@ def jobs() -> list[Job]:
     todo = []
     for kind, (recipe, changes) in KINDS.items():
         todo.append(Job(f"{kind}-1", 1, recipe, changes))
-        for mode in MODES:
-            todo += [Job(f"{kind}-{mode}-{world}", world, recipe, {**changes, "parallel": mode}) for world in (2, 4)]
+        todo += [Job(f"{kind}-{mode}-{world}", world, recipe, {**changes, "parallel": mode}) for mode, world in CASES]
     still = {**KINDS["muon"][1], "schedule": "constant", "val_every": 0}
     todo.append(Job("before", 2, "sample", {**still, "parallel": "zero1", "max_steps": 3}))
     todo.append(Job("poisoned", 2, "sample", {**still, "parallel": "zero1"}, poison=(1, 4)))
@@ -87,6 +87,13 @@ def work(rank: int, todo: list[Job], ports: list[int], data: Path, out: Path, ba
             if job.stop and job.stop[0] == self.rank:
                 threading.Thread(target=stop_later, args=(self.run_dir, job.stop[1]), daemon=True).start()
 
+        def finish(self, *args: Any) -> None:
+            digest = hashlib.sha256()
+            for p in self.weights().values():  # of all ranks together where they are sharded
+                digest.update(p.contiguous().numpy().tobytes())
+            self.digest = digest.hexdigest()
+            super().finish(*args)
+
     train_gpt2.Trainer = Watched  # type: ignore[misc]
     for job, port in zip(todo, ports, strict=True):
         barrier.wait(PATIENCE)  # no rank waits in a connection for one that is jobs behind
@@ -101,10 +108,7 @@ def work(rank: int, todo: list[Job], ports: list[int], data: Path, out: Path, ba
             code = train_gpt2.main(flags(job.recipe, data, out / job.name, **{**WIDE, **job.changes}))
         report: dict[str, Any] = {"code": int(code)}
         for trainer in seen:
-            digest = hashlib.sha256()
-            for p in trainer.model.state_dict().values():
-                digest.update(p.numpy().tobytes())
-            report |= {"weights": digest.hexdigest(), "step": trainer.step, "state": sorted(trainer.optimizer.state())}
+            report |= {"weights": trainer.digest, "step": trainer.step, "state": sorted(trainer.optimizer.state())}
         (out / f"{job.name}.rank{rank}.json").write_text(json.dumps(report))
 
 
@@ -163,8 +167,7 @@ def curve(run_dir: Path) -> list[float]:
     return [r["loss"] for r in rows(run_dir, "train")] + [r["val_loss"] for r in rows(run_dir, "val")]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "world"), CASES)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_the_curve_is_that_of_one_rank(done: Path, kind: str, mode: str, world: int) -> None:
     """1 rank x 4 accumulation steps, 2 x 2, 4 x 1. Sums in another order: fp32 rounding grown over six updates."""
@@ -183,8 +186,7 @@ def test_the_curve_is_that_of_one_rank(done: Path, kind: str, mode: str, world: 
     assert steps[0] == steps[1]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "world"), CASES)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_replicas_end_bit_equal(done: Path, kind: str, mode: str, world: int) -> None:
     found = reports(done, f"{kind}-{mode}-{world}")
@@ -195,15 +197,16 @@ def test_replicas_end_bit_equal(done: Path, kind: str, mode: str, world: int) ->
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_optimizer_state_lives_where_the_mode_says(done: Path, kind: str, world: int) -> None:
-    """ddp: everywhere. owner: Muon's on one rank each, AdamW's everywhere. zero1: everything on one rank each, shared out."""
+    """ddp: everywhere. owner, fsdp: Muon's on one rank each, AdamW's everywhere (in fsdp a part). zero1: all on one rank each."""
     (one,) = reports(done, f"{kind}-1")
     whole = sorted(one["state"])
     muon = [k for k in whole if k.startswith(("momentum.", "second."))]
     assert bool(muon) == (kind == "muon")
     assert all(r["state"] == whole for r in reports(done, f"{kind}-ddp-{world}"))
-    owner = [r["state"] for r in reports(done, f"{kind}-owner-{world}")]
-    assert sorted(k for s in owner for k in s if k in muon) == muon
-    assert all([k for k in s if k not in muon] == [k for k in whole if k not in muon] for s in owner)
+    for mode in ("owner", "fsdp3"):
+        owner = [r["state"] for r in reports(done, f"{kind}-{mode}-{world}")]
+        assert sorted(k for s in owner for k in s if k in muon) == muon
+        assert all([k for k in s if k not in muon] == [k for k in whole if k not in muon] for s in owner)
     zero1 = [r["state"] for r in reports(done, f"{kind}-zero1-{world}")]
     assert sorted(k for s in zero1 for k in s) == whole and all(zero1)
 
