@@ -58,22 +58,23 @@ def flag_value(argv: Sequence[str], flag: str) -> str | None:
     return value
 
 
-def launch_training(argv: Sequence[str], gpus: int = 1) -> int:
+def launch_training(argv: Sequence[str], gpus: int = 1, max_restarts: int = 0) -> int:
     """Run the trainer with `argv` on `gpus` ranks of this node; returns the trainer's exit code.
 
-    One rank is a plain `python train_gpt2.py`. Several go through torchrun, which turns every failure
-    into 1: the trainer's own code is then read from the result.json that this launch wrote.
+    One rank is a plain `python train_gpt2.py`. Several go through torchrun, which starts all of them again up to
+    `max_restarts` times when one is lost, and turns every failure into 1: the trainer's own code is then read
+    from the result.json that this launch wrote.
     """
     if gpus <= 1:
         return run_process([sys.executable, str(TRAINER), *argv])
     started = time.time()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
-    code = run_process([*torchrun, str(TRAINER), *argv])
-    run_dir = flag_value(argv, "--run-dir")
-    if run_dir:
+    code = run_process([*torchrun, f"--max-restarts={max_restarts}", str(TRAINER), *argv])
+    if run_dir := flag_value(argv, "--run-dir"):
         result = Path(run_dir) / "result.json"
         if result.exists() and result.stat().st_mtime >= started:
             return int(read_json(result)["exit_code"])
+        return code or 1  # an end that is not worth a restart is a success to torchrun, and this one left no result
     return code
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FINEWEB_TARGET = 3.28  # val loss of llm.c's and modded-nanogpt's 124M on FineWeb's 10,485,760 val tokens
 UNIGRAM_MARGIN = 0.5  # nats below a unigram model: a run below this has learned more than word frequencies
 CPU_HELLASWAG_LIMIT = 100  # examples, 10 to 20 s on two cores; all 10,042 would take half an hour
+MAX_RESTARTS = 3  # of all ranks, from the newest verified checkpoint, when one of several is lost
 GIB = 2**30
 TRAINER_FLAGS = True
 
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"the data could not be prepared; what it takes: python -m {shlex.join(prepare)}")
         check_data(cfg)
     print(f"training  {run_dir}", flush=True)
-    code = launch_training(trainer_argv, max(gpus, 1))
+    code = launch_training(trainer_argv, max(gpus, 1), MAX_RESTARTS)
     if code != 0:
         print(f"error: training ended with exit code {code}; what it left is in {run_dir}", file=sys.stderr)
         return code

@@ -235,9 +235,11 @@ def test_flag_value():
 @pytest.mark.full
 def test_exit_code_through_torchrun(tmp_path, words):
     """torchrun turns every failure into 1; the trainer's own code is read from what it wrote."""
-    hot = ["--lr=1e30", "--embed-lr=1e30", "--head-lr=1e30", "--muon-lr=1e30", f"--data={words}"]
+    hot = ["--micro-batch=1", "--lr=1e30", "--embed-lr=1e30", "--head-lr=1e30", "--muon-lr=1e30", f"--data={words}"]
     argv = ["sample", *SMALL, *hot, "--run-dir", str(tmp_path / "run")]
     assert common.launch_training(argv, gpus=2) == 3  # non-finite
+    missing = ["sample", *SMALL, "--data=nowhere", "--run-dir", str(tmp_path / "other")]
+    assert common.launch_training(missing, gpus=2, max_restarts=3) != 0  # bad input is no reason to start again
 
 
 # ------------------------------------------------------------------------------------ small commands
