@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from train_support import write_shards
+
+# Deterministic CUDA runs in this process need it, and cuBLAS reads it once, at the first product of any test.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # Files whose tests train in this process: torch's global switches are put back after each test.
 TRAINING = {"test_model", "test_optimizer", "test_loader", "test_train", "test_gpu"}
