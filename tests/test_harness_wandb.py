@@ -8,7 +8,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,10 +123,8 @@ def test_a_bad_server_changes_no_step_time(server: str, shards: Path, tmp_path: 
             for mode, times in medians.items():
                 run = tmp_path / f"{mode}{turn}"
                 size = {"n_embd": 64, "max_steps": 300, "epochs": 100, "val_every": 0}
-                began = time.perf_counter()
                 done = train(flags("sample", shards, run, wandb=mode, **size), **login)
                 assert done.returncode == 0, done.stderr
-                assert time.perf_counter() - began < 120
                 times.append(float(np.median([row["step_ms"] for row in rows(run, "train")])))
                 assert result(run)["exit_reason"] == "finished"
         # The fastest of three medians each: what remains is the machine's own noise.
