@@ -530,7 +530,7 @@ def rank_main(argv: Sequence[str]) -> int:
     import train_gpt2
 
     watched = watch(train_gpt2.Trainer, Path(out), int(warm), int(plain), int(steps), nvtx == "1")
-    train_gpt2.Trainer = watched  # type: ignore[misc]
+    train_gpt2.Trainer = watched  # type: ignore[misc,assignment]
     return train_gpt2.main(list(flags))
 
 
@@ -549,7 +549,7 @@ def trainer_flags(recipe: str, flags: Sequence[str], out: Path, steps: int, warm
         recipe,
         *flags,
         *("--run-dir", str(out / "run"), "--max-steps", str(total), "--max-minutes", "0", "--resume", ""),
-        *("--val-every", "0", "--val-tokens", str(cfg.seq_len), "--val-batch", "1"),
+        *("--val-every", "0", "--val-tokens", str(cfg.seq_len)),
         *("--checkpoint-every", "0", "--on-finish", "", "--wandb", "off", "--epochs", "1000000"),
     ]
 
