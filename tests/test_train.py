@@ -336,6 +336,17 @@ def test_fp16_follows_the_fp32_curve(shards: Path, tmp_path: Path) -> None:
     assert curves[0][-1] < curves[0][0] - 0.3
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_fp16_moments_are_those_of_gradients_without_the_scale(shards: Path, tmp_path: Path, clip: float) -> None:
+    """AdamW's step hides a constant factor of the gradients; its moments do not, nor does clipping."""
+    moments = []
+    for precision in ("fp32", "fp16"):
+        state = weights_after("gpt2", shards, tmp_path / precision, 2, precision=precision, clip=clip)["state"]
+        moments.append({k: v for k, v in state.items() if k.startswith("exp_avg.") and k.endswith("weight")})
+    for name, exact in moments[0].items():
+        assert (moments[1][name] - exact).norm() < 0.02 * exact.norm(), name
+
+
 def test_fp16_overflow_skips_one_step_and_lowers_the_scale(shards: Path, tmp_path: Path) -> None:
     expected = weights_after("gpt2", shards, tmp_path / "good", 2, precision="fp16")
     with trainer_of(flags("gpt2", shards, tmp_path / "run", max_steps=3, precision="fp16", **STEADY)) as trainer:
