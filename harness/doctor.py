@@ -347,13 +347,13 @@ def bf16_missing(c: Context) -> Iterator[Finding]:
 @rule
 def fp8_support(c: Context) -> Iterator[Finding]:
     old = [gpu.name for gpu in c.machine.gpus if gpu.capability < (8, 9)]
-    if uses_fp8(c) and (old or not c.on_gpu):
+    if uses_fp8(c) and c.on_gpu and old:
         yield Finding(
             "fp8-support",
-            "error",
-            f"fp8 is asked for and {old[0] if old else 'the CPU'} has none",
-            "the run would end at its first step",
-            "use Ada, Hopper or newer, or bf16",
+            "warning",
+            f"fp8 is asked for and {old[0]} has none",
+            "it falls back to 16 bits: slower than planned, and not the run that was planned",
+            "use Ada, Hopper or newer, or --head-precision same",
         )
 
 
@@ -968,11 +968,14 @@ def config_facts(config: Config) -> dict[str, Any]:
 
 
 def has_bf16_control(recipe: str) -> bool:
-    """True if runs/ holds a finished run of the recipe that used no fp8."""
+    """True if fp8 was accepted as a promotion, or if runs/ holds a finished run of the recipe that used none."""
+    from harness import ledger
+
+    if any(r["kind"] == "decision" and r["verdict"] == "accepted" and "fp8" in r["candidate"] for r in ledger.read()):
+        return True
     for run_dir in find_runs():
         try:
-            config = read_json(run_dir / "config.json")
-            result = read_json(run_dir / "result.json")
+            config, result = read_json(run_dir / "config.json"), read_json(run_dir / "result.json")
         except UserError:
             continue
         plain = not uses_fp8(Context(Machine(), config["config"]))

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from harness_support import write_run
 
 from harness import doctor
 from harness.__main__ import main
@@ -68,7 +69,7 @@ BAD = {
     "memory": case({"ram_available": 10**9}),
     "fp16": case(config={"precision": "fp16"}),
     "bf16": case({"gpus": (V100,) * 8}),
-    "fp8-support": case({"gpus": (dataclasses.replace(H100, capability=(8, 0)),) * 8}, {"precision": "fp8"}),
+    "fp8-support": case({"gpus": (dataclasses.replace(H100, capability=(8, 0)),) * 8}, {"head_precision": "fp8"}),
     "fp8-control": case(config={"fp8_head": True}),
     "unsteady-start": case(config={"warmup_steps": 0, "clip": 0.0}),
     "recompute-attention": case(config={"recompute": "block"}),
@@ -257,3 +258,26 @@ def test_bad_input_is_one_line(argv, tmp_path, monkeypatch, capsys):
     assert main(["doctor", *argv]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+
+
+def test_a_bf16_run_is_a_control_and_an_fp8_run_is_none(tmp_path, monkeypatch):
+    from harness import ledger
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ledger.read, "__defaults__", (tmp_path / "ledger.jsonl",))
+
+    def head(run, precision):
+        config = json.loads((run / "config.json").read_text())
+        config["config"]["head_precision"] = precision
+        (run / "config.json").write_text(json.dumps(config))
+
+    head(write_run(tmp_path / "runs" / "fp8", recipe="speedrun"), "fp8")
+    head(write_run(tmp_path / "runs" / "other", recipe="gpt2"), "same")
+    head(write_run(tmp_path / "runs" / "cut", recipe="speedrun", exit_reason="stopped"), "same")
+    assert not doctor.has_bf16_control("speedrun")
+    head(write_run(tmp_path / "runs" / "bf16", recipe="speedrun"), "same")
+    assert doctor.has_bf16_control("speedrun")
+    assert not doctor.has_bf16_control("sample")
+    decision = {"kind": "decision", "verdict": "accepted", "candidate": "fp8-head"}
+    ledger.append(decision, tmp_path / "ledger.jsonl")
+    assert doctor.has_bf16_control("sample")
