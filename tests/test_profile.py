@@ -244,6 +244,14 @@ def test_a_late_rank_exposes_communication_on_the_others_only(tmp_path: Path, sh
     assert "binding limit: " in p.statement(content)
 
 
+@pytest.mark.full
+def test_on_four_ranks_everyone_waits_for_the_late_one(tmp_path: Path, shards: Path):
+    content = profile_tiny(tmp_path, shards, world=4, late=2)
+    waits = [rank["parts_ms"]["exposed_communication"] for rank in content["ranks"]]
+    assert min(waits[0], waits[1], waits[3]) > 0.9 * 2 * 1000 * DELAY
+    assert waits[2] == min(waits) == content["exposed_communication_ms"]["min"]
+
+
 def test_attention_computed_twice_is_warned_of(tmp_path: Path, shards: Path):
     content = profile_tiny(tmp_path, shards, world=1, recompute="block")
     assert content["attention_calls"]["seen"] == 2 * content["attention_calls"]["one_per_block"]

@@ -399,7 +399,9 @@ def test_a_whole_decision_on_a_small_recipe(tmp_path: Path, shards: Path, capsys
     flags = ["--", *(f"--{k}={v}" for k, v in own.items())]
     # Accumulating micro-batches of one sequence is the slow way to the same sum: a candidate that must come out.
     assert main(["promote", "--candidate", "--micro-batch 1", *argv, *flags]) == 0
-    (record,) = json.loads((main(["promote", "list", "--json", "--ledger", str(kept)]) and "") or _last_json(capsys))
+    capsys.readouterr()
+    assert main(["promote", "list", "--json", "--ledger", str(kept)]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
     assert record["verdict"] == "rejected" and record["reason"].startswith("gate 3 (objective): slower"), record["reason"]
     assert [g["status"] for g in record["gates"]] == ["pass", "pass", "fail", "skipped", "pass"]
     assert record["difference"] == {"micro_batch": [8, 1]}
@@ -414,8 +416,3 @@ def test_a_whole_decision_on_a_small_recipe(tmp_path: Path, shards: Path, capsys
     assert record["verdict"] == "accepted", record["reason"]
     assert record["recovery"]["signal"] == 9 and record["measured"]["candidate"]["checkpoint_bytes"] > 0
     assert main(["promote", "accept", record["id"], "--ledger", str(kept)]) == 0
-
-
-def _last_json(capsys: pytest.CaptureFixture[str]) -> str:
-    out = capsys.readouterr().out
-    return out[out.index("[\n") :]
