@@ -348,10 +348,13 @@ def open_shard(path: str | Path) -> np.ndarray:
     Raises UserError with the file's name. `python -m data verify --full` checks every token.
     """
     path = Path(path)
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    except OSError as e:  # a dangling link, a folder, no permission
+        raise UserError(f"{path} cannot be read: {e.strerror or e}") from None
     if size < HEADER_INTS * 4:
         raise UserError(f"{path}: {size} bytes are too few for a shard header; fetch or build it again")
-    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     if header[0] != SHARD_MAGIC:
         raise UserError(f"{path}: not a token shard (magic {header[0]}, not {SHARD_MAGIC}); fetch or build it again")
     if header[1] != SHARD_VERSION:

@@ -110,6 +110,15 @@ def test_bad_shards_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_shards_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a_train_000000.bin").symlink_to(tmp_path / "absent")
+    (tmp_path / "a_train_000001.bin").mkdir()
+    for path in train_gpt2.find_shards(tmp_path, "train"):
+        with pytest.raises(UserError, match="cannot be read") as caught:
+            train_gpt2.open_shard(path)
+        assert str(path) in str(caught.value)
+
+
 def test_find_shards_orders_and_separates_splits(tmp_path: Path) -> None:
     for name in (
         "f_train_000010.bin",
