@@ -28,7 +28,7 @@ from scipy import stats as sp
 from harness import regress
 from harness.baseline import FOLDER, load
 from harness.regress import SAMPLE_BASELINE, SAMPLE_FLAGS
-from harness.stats import replace_section
+from harness.stats import Verdict, WatchBand, decide, replace_section, two_sample
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests" / "regress_faults.json"
@@ -36,6 +36,7 @@ PAGE = ROOT / "docs" / "regress.md"
 BASELINE_SEEDS = range(15)
 FRESH_SEEDS = range(100, 120)
 FAULT_SEEDS = (200, 201, 202)
+TESTED = ("worse", "same")
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ def table(kept: dict[str, Any]) -> str:
             caught += any(v["verdict"] in ("FAIL", "refused") or v.get("suspicions") for v in (worse, same))
             rows.append(f"| {fault.what} | " + " | ".join(cells) + " |")
         fresh = [unpack(kept, run, folder) for run in kept["runs"] if run.startswith("clean-")]
-        text = "\n".join(rows) + f"\n\n{caught} of {len(FAULTS)} caught with three seeds.\n\n" + fresh_rates(fresh, folder)
+        text = "\n".join(rows) + f"\n\n{caught} of {len(FAULTS)} caught with three seeds.\n\n" + false_alarms(fresh, folder)
     return text
 
 
@@ -269,29 +270,50 @@ def cell(verdict: dict[str, Any]) -> str:
     )
 
 
-def fresh_rates(fresh: list[Path], folder: Path) -> str:
-    """False alarms among unpatched runs that the baseline has never seen, and the bound to stay in."""
+def false_alarms(fresh: list[Path], folder: Path) -> str:
+    """False alarms of the unpatched recipe, with the bound that chance allows.
+
+    Two kinds of runs: `fresh` ones, which the baseline has never seen, and the baseline's own, each judged
+    against the others.
+    """
     baseline = load(SAMPLE_BASELINE)
-    counts = {"watch": [sum(watched(run)[0] is not None for run in fresh), len(fresh), 1 / (baseline["n"] + 1)]}
-    for question in ("worse", "same"):
-        singles = [judge([run], question, folder / f"{run.name}-{question}") for run in fresh]
-        counts[f"`{question}`, one seed"] = [sum(v["verdict"] == "FAIL" for v in singles), len(fresh), 0.05]
-        triples = [fresh[i : i + 3] for i in range(0, len(fresh) - 2, 3)]
-        threes = [judge(t, question, folder / f"three-{i}-{question}") for i, t in enumerate(triples)]
-        counts[f"`{question}`, three seeds"] = [
-            sum(v["verdict"] == "FAIL" for v in threes),
-            len(triples),
-            0.05,
-        ]
+    left_out = []
+    for i, run in enumerate(baseline["runs"]):
+        others = baseline["runs"][:i] + baseline["runs"][i + 1 :]
+        band = WatchBand([losses_after_start(other) for other in others])
+        estimate = two_sample([run["val_loss"]], [other["val_loss"] for other in others])
+        left_out.append(
+            [band.first_alarm(losses_after_start(run)) >= 0]
+            + [decide(question, estimate, 0.05, baseline["margin"]) == Verdict.FAIL for question in TESTED]
+        )
+    rows = []
+    for k, what in enumerate(("watch", *(f"`{question}`, one seed" for question in TESTED))):
+        rate = 1 / baseline["n"] if k == 0 else 0.05
+        rows.append((f"{what}, baseline's own seeds", sum(bool(x[k]) for x in left_out), len(left_out), rate))
+    if fresh:
+        alarms = sum(watched(run)[0] is not None for run in fresh)
+        rows.append(("watch, fresh seeds", alarms, len(fresh), 1 / (baseline["n"] + 1)))
+    for question in TESTED:
+        for size, name in ((1, "one fresh seed"), (3, "three fresh seeds")):
+            groups = [fresh[i : i + size] for i in range(0, len(fresh) - size + 1, size)]
+            found = [judge(g, question, folder / f"{i}-{size}-{question}") for i, g in enumerate(groups)]
+            if groups:
+                fails = sum(v["verdict"] == "FAIL" for v in found)
+                rows.append((f"`{question}`, {name}", fails, len(groups), 0.05))
     lines = [
-        f"{len(fresh)} fresh seeds of the unpatched recipe, each trained once:",
+        f"The unpatched recipe: {len(fresh)} fresh seeds, each trained once, and the baseline's {baseline['n']} "
+        "seeds, each against the others.",
         "",
         "| check | false alarms | of | stated rate | 98% binomial bound |",
         "|---|---|---|---|---|",
     ]
-    for what, (alarms, of, rate) in counts.items():
+    for what, alarms, of, rate in rows:
         lines.append(f"| {what} | {alarms} | {of} | {rate:.1%} | {int(sp.binom.ppf(0.98, of, rate))} |")
     return "\n".join(lines) + "\n"
+
+
+def losses_after_start(run: dict[str, Any]) -> list[float]:
+    return [point["val_loss"] for point in run["curve"] if point["tokens"] > 0]
 
 
 def read_kept() -> dict[str, Any]:
