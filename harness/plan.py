@@ -14,10 +14,13 @@ import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.common import UserError, human_count, read_json, run_directory
 from harness.gpus import GPUS, SPARSITY, Gpu, find_gpu
+
+if TYPE_CHECKING:
+    from train_gpt2 import Config
 
 GB = 1e9
 ASSUMED_MFU = 0.40  # llm.c's 124M reaches 41% on 8 H100; the usual planning figure for dense models
@@ -90,10 +93,8 @@ GPT2_FAMILY: dict[str, tuple[int, int, int]] = {
 
 
 def recipe_model(name: str, given: dict[str, int]) -> Model:
-    """The model of one of the trainer's recipes, counted on the real module. Imports torch."""
-    import torch
-
-    from train_gpt2 import GPT, RECIPES, flops_per_token
+    """The model of one of the trainer's recipes. Imports torch."""
+    from train_gpt2 import RECIPES
 
     if name not in RECIPES:
         raise UserError(
@@ -102,17 +103,21 @@ def recipe_model(name: str, given: dict[str, int]) -> Model:
         )
     if given:
         raise UserError(f"--model {name} has its own sizes: name one of {', '.join(GPT2_FAMILY)} to change them")
-    cfg = RECIPES[name]
-    with torch.device("meta"):
-        model = GPT(cfg)
-    parameters = sum(p.numel() for p in model.parameters())
+    return config_model(RECIPES[name])
+
+
+def config_model(cfg: Config) -> Model:
+    """The model that a trainer's config describes, counted on the real module. Imports torch."""
+    from train_gpt2 import flops_per_token, parameter_count
+
     attention = 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
-    shape = Shape(cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.seq_len, cfg.padded_vocab)
     muon = 12 * cfg.n_layer * cfg.n_embd**2 if cfg.optimizer == "muon" else 0
     per_block = KEPT_BLOCK + (KEPT_SEPARATE_QK if cfg.qk_norm or cfg.position == "rotary" else 0)
     kept = cfg.n_layer * per_block + KEPT_VALUE_TABLE * cfg.value_embeds
     kept += KEPT_OUTSIDE + (KEPT_SMEAR if cfg.smear else 0)
-    return Model(name, parameters, round((flops_per_token(cfg) - attention) / 6), muon, shape, kept)
+    matmul = round((flops_per_token(cfg) - attention) / 6)
+    shape = Shape(cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.seq_len, cfg.padded_vocab)
+    return Model(cfg.recipe, parameter_count(cfg)["total"], matmul, muon, shape, kept)
 
 
 # ------------------------------------------------------------------------------------------ arithmetic

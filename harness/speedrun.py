@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.common import UserError, human_count, launch_training, read_json, run_process
+from harness.common import UserError, flag_value, human_count, launch_training, read_json, run_process
 
 if TYPE_CHECKING:
     from train_gpt2 import Config
@@ -67,8 +67,21 @@ def run(args: argparse.Namespace) -> int:
     gpus = choose_gpus(args.gpus, hardware)
     recipe, reason = choose_recipe(args.recipe, hardware, gpus)
     trainer_argv = [recipe, *args.trainer_flags]
+    if not gpus and hardware.gpus:
+        trainer_argv += ["--device", "cpu"]
     cfg = parse_args(trainer_argv)
+    if (
+        flag_value(trainer_argv, "--micro-batch") is None
+        and (size := fitting_micro_batch(cfg, hardware, gpus)) != cfg.micro_batch
+    ):
+        reason += (
+            f"; micro-batch {size} instead of {cfg.micro_batch}, so that it fits and divides the batch on {max(gpus, 1)} ranks"
+        )
+        trainer_argv += ["--micro-batch", str(size)]
+        cfg = parse_args(trainer_argv)
     grad_accum_steps(cfg, max(gpus, 1))
+    if args.hellaswag is not None and args.hellaswag < 1:
+        raise UserError(f"--hellaswag {args.hellaswag}: give a number of examples, at least 1")
     if not cfg.run_dir:
         run_dir = fresh_run_dir(recipe)
         trainer_argv += ["--run-dir", str(run_dir)]
@@ -150,6 +163,22 @@ def choose_recipe(asked: str | None, hardware: Hardware, gpus: int) -> tuple[str
         return "speedrun", f"{gpus} x {hardware.gpus[0]} can train the real 124M"
     why = hardware.cpu_reason or "--gpus 0 was asked for"
     return "sample", f"{why}, so the small model on the embedded sample text; minutes on a laptop"
+
+
+def fitting_micro_batch(cfg: Config, hardware: Hardware, gpus: int) -> int:
+    """The recipe's micro-batch, halved until it divides the batch over the ranks and, by the planner's prediction,
+    fits the GPU. What is learned does not depend on it."""
+    from harness.plan import USABLE, config_model, trainer_peak
+
+    model, ranks, size = config_model(cfg), max(gpus, 1), cfg.micro_batch
+
+    def fits(size: int) -> bool:
+        peak = trainer_peak(model, size) or 0
+        return not gpus or peak <= USABLE * hardware.gpu_bytes
+
+    while size > 1 and (cfg.batch_tokens % (size * cfg.seq_len * ranks) or not fits(size)):
+        size //= 2
+    return size
 
 
 def fresh_run_dir(recipe: str, root: Path = Path("runs")) -> Path:

@@ -78,6 +78,16 @@ def test_gpus():
             speedrun.choose_gpus(asked, hardware)
 
 
+def test_micro_batch_follows_ranks_and_memory():
+    cfg = dataclasses.replace(RECIPES["speedrun"], batch_tokens=262_144, micro_batch=64)
+    assert speedrun.fitting_micro_batch(cfg, EIGHT, 1) == 64
+    assert speedrun.fitting_micro_batch(cfg, EIGHT, 8) == 32  # 262,144 tokens are 8 x 32 x 1,024
+    card = dataclasses.replace(EIGHT, gpu_bytes=24 * 10**9)
+    assert speedrun.fitting_micro_batch(cfg, card, 1) == 32  # 20.5 GB of 21.6; 64 would take 36.5
+    assert speedrun.fitting_micro_batch(cfg, dataclasses.replace(EIGHT, gpu_bytes=16 * 10**9), 1) == 16
+    assert speedrun.fitting_micro_batch(RECIPES["sample"], CPU, 0) == RECIPES["sample"].micro_batch
+
+
 def test_memory_that_is_short_is_refused():
     cfg = RECIPES["gpt2"]
     state = 16 * 124_475_904
