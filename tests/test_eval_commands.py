@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -56,8 +53,8 @@ def test_hellaswag_files(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_lambada_by_hand(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Accuracy and loss of the last word, from the model's logits one passage at a time."""
-    assert main(["lambada", str(run), "--limit", "12", "--device", "cpu"]) == 0
-    rows = files.json_lines(files.obtain(files.LAMBADA))[:12]
+    assert main(["lambada", str(run), "--limit", "6", "--device", "cpu"]) == 0
+    rows = files.json_lines(files.obtain(files.LAMBADA))[:6]
     assert len(files.json_lines(files.obtain(files.LAMBADA))) == lambada.EXAMPLES
     found = lines(run / "lambada.jsonl")
     encode = gpt2_encoding().encode_ordinary
@@ -166,19 +163,34 @@ def test_one_example_has_no_interval(run: Path, tmp_path: Path) -> None:
 
 def test_bench_compares_with_the_loop(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
-    assert main(["bench", str(run), "--limit", "24", "--loop", "8", "--device", "cpu", "--save", str(file)]) == 0
+    assert main(["bench", str(run), "--limit", "8", "--loop", "4", "--device", "cpu", "--save", str(file)]) == 0
     found = read_json(file)
-    assert found["equal_choices"] == {"acc": 8, "acc_norm": 8}
+    assert found["equal_choices"] == {"acc": 4, "acc_norm": 4}
     assert found["ratio"] == pytest.approx(found["batched_examples_per_second"] / found["loop_examples_per_second"])
 
 
-def test_reference_says_where_the_hub_is_not_reached(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path) -> None:
-    """In a process of its own, since huggingface_hub reads its address when it is imported."""
-    closed = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path)}
-    command = [sys.executable, "-m", "eval", "reference", "gpt2"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | closed)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "the hub cannot be reached" in done.stderr and "--from DIR" in done.stderr
+def test_reference_says_where_the_hub_is_not_reached(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert main(["reference", "gpt2"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith("error: ") and "http://127.0.0.1:9: ConnectionError" in err and "--from DIR" in err
+
+
+def test_reference_from_a_folder_compares_with_the_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both scorings of whatever the folder holds; other weights than OpenAI's are told apart."""
+    run = write_run(tmp_path / "run", trained())
+    assert main(["export", str(run), "--format", "hf", "--out", str(tmp_path / "hf")]) == 0
+    assert main(["reference", "gpt2", "--from", str(tmp_path / "hf"), "--limit", "4", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "does not hold the published weights" in out
+    assert "llmc scoring, the FIRST 4" in out and "lm-eval scoring, the FIRST 4" in out
+    assert "published 29.55" not in out  # a subset has nothing to be compared with
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def check_against_float64(count: int) -> None:
 
 
 def test_llmc_scoring_against_float64() -> None:
-    check_against_float64(16)
+    check_against_float64(8)
 
 
 @pytest.mark.full
@@ -111,7 +111,7 @@ def test_modern_model_scored_one_by_one() -> None:
     torch.manual_seed(1)
     for p in net.parameters():  # zero-initialised parts would hide mistakes
         torch.nn.init.normal_(p, std=0.1)
-    rows = spread(3)
+    rows = spread(2)
     examples = hellaswag.render_llmc(rows, gpt2_encoding())
     got = scoring.score_groups(net, [e.requests for e in examples])
     net.double()
@@ -171,7 +171,7 @@ def check_against_lm_eval(count: int) -> None:
 
 def test_equals_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    check_against_lm_eval(20)
+    check_against_lm_eval(12)
 
 
 @pytest.mark.full
@@ -237,7 +237,7 @@ def test_batches_hold_everything_once_in_few_shapes() -> None:
 
 def test_padding_and_company_change_nothing() -> None:
     """A row alone and the same row in a batch of longer ones: equal to float tolerance."""
-    net, examples = small_vocabulary(300)
+    net, examples = small_vocabulary(150)
     groups = [e.requests for e in examples]
     together = scoring.score_groups(net, groups, batch_tokens=16384)
     alone = scoring.score_groups(net, groups, batch_tokens=1)
@@ -269,7 +269,7 @@ def test_greedy_is_the_continuation_a_model_would_write() -> None:
 def test_margin_is_what_it_takes_to_change_a_choice() -> None:
     """Errors a little under half of the margin each never change a choice; a little over can."""
     rng = np.random.default_rng(0)
-    examples = hellaswag.render_lm_eval(spread(200), gpt2_encoding())
+    examples = hellaswag.render_lm_eval(spread(100), gpt2_encoding())
     scored = np.array([[r.scored for r in e.requests] for e in examples])
     nll = scored * rng.normal(4.0, 0.3, scored.shape)
     before = Scores(nll, np.zeros_like(nll, bool), scored, 0)
@@ -288,7 +288,7 @@ def test_margin_is_what_it_takes_to_change_a_choice() -> None:
 
 @pytest.mark.parametrize("kind", ["llmc", "lm-eval"])
 def test_bf16_with_near_ties_again_makes_float32s_choices(kind: str) -> None:
-    net, examples = small_vocabulary(2_000)
+    net, examples = small_vocabulary(800)
     groups = [e.requests for e in examples]
     exact = scoring.score_groups(net, groups, "fp32")
     rough = scoring.score_groups(net, groups, "bf16")
@@ -372,7 +372,7 @@ def check_ranks(count: int, folder: Path) -> None:
 
 
 def test_ranks_give_one_file(tmp_path: Path) -> None:
-    check_ranks(1_001, tmp_path)
+    check_ranks(301, tmp_path)
 
 
 @pytest.mark.full
