@@ -859,6 +859,7 @@ class HeadLoss(torch.autograd.Function):
                 torch.mm(z, w, out=dx[start : start + step])
                 part = _mm_fp32(z.T, x)
                 dw = part if dw is None else dw.add_(part)
+            del z  # before the next chunk's logits are made
         ctx.save_for_backward(dx, dw)
         return loss
 
@@ -1381,7 +1382,7 @@ class WandbLog:
 
     def __init__(self, cfg: Config, run_dir: Path):
         self.rows: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, args=(cfg, run_dir), daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(cfg, run_dir), daemon=True, name="wandb")
         self.thread.start()
 
     def _run(self, cfg: Config, run_dir: Path) -> None:
@@ -1401,7 +1402,7 @@ class WandbLog:
 
     def close(self) -> None:
         self.rows.put(None)
-        self.thread.join(timeout=30)
+        self.thread.join(timeout=15)
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
@@ -2567,15 +2568,17 @@ def main(argv: list[str]) -> int:
         wanted = {"always": True, "success": code == Exit.OK, "failure": code != Exit.OK}[cfg.on_finish_when]
         if wanted:
             subprocess.run(cfg.on_finish, shell=True, check=False)
-    if code == Exit.PEER_LOST:
-        os._exit(code)  # collectives in flight would hang an orderly exit
+    # torchrun restarts every failure; ends that another attempt would only repeat are reported to it as success.
+    final = code in (Exit.FAILED, Exit.PEER_LOST, Exit.DISK) or not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    status = int(code) if final else 0
+    if code == Exit.PEER_LOST or any(t.name == "wandb" and t.is_alive() for t in threading.enumerate()):
+        sys.stdout.flush()
+        os._exit(status)  # collectives in flight, or a server that does not answer, would hold up an orderly exit
     if dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
-    # torchrun restarts every failure; ends that another attempt would only repeat are reported to it as success.
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and code not in (Exit.FAILED, Exit.PEER_LOST, Exit.DISK):
-        return 0
-    return int(code)
+    return status
+
 
 
 if __name__ == "__main__":
