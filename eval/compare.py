@@ -145,6 +145,7 @@ def draw(a: Path, b: Path, rows: list[dict[str, Any]], path: Path) -> list[Path]
             fmt="o",
         )
     right.axvline(0, color="gray", linewidth=1)
+    right.set_xscale("symlog", linthresh=4)  # one difference may be a hundred errors wide, the next less than one
     right.set_yticks(range(len(shown)), [r["name"] for r in shown])
     right.set(xlabel=f"{b.name} minus {a.name}, in standard errors (95% interval)", ylim=(-0.5, max(len(shown), 1) - 0.5))
     right.invert_yaxis()
