@@ -174,6 +174,7 @@ class Lab:
 
     folder: Path
     start: Callable[[Sequence[str], int, Path], Job] = lambda argv, gpus, log: Process(argv, gpus, log)
+    profile: Callable[..., dict[str, Any]] = profiles.profile
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
     deadline: float = float("inf")  # time.monotonic() after which nothing is started
     made: dict[str, list[tuple[int, Path]]] = field(default_factory=dict)  # arm -> (when, run)
@@ -312,7 +313,6 @@ def decide(
     chosen: Sequence[str] = (),
     number: int = 0,
     records: Sequence[dict[str, Any]] = (),
-    profile: Callable[..., dict[str, Any]] = profiles.profile,
 ) -> dict[str, Any]:
     """Trains both arms interleaved, evaluates the gates, and returns the ledger's record (not yet written).
 
@@ -344,7 +344,7 @@ def decide(
         if where.exists():
             where.rename(where.with_name(f"{where.name}.cut-{time.time_ns()}"))
         try:
-            found = profile(
+            found = lab.profile(
                 plan.recipe, old[1:], where, candidate.control_gpus, process=quiet(where.with_name(where.name + ".log"))
             )
         except UserError as error:

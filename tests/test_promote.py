@@ -139,6 +139,18 @@ def test_a_loss_shifted_by_two_hundredths_fails_at_the_loss(tmp_path: Path, seed
             assert "seeds" in gate(e, 2).evidence and gate(e, 2).data["verdict"] == ("FAIL" if expected else "PASS")
 
 
+def test_what_is_not_shown_does_not_pass(tmp_path: Path):
+    """Neither a loss difference that two noisy seeds leave open, nor a speed that differs more by launch than by arm."""
+    noisy = arm(tmp_path, "noisy", (1, 2), speed=lambda s: 1.2, shift=lambda seed: {1: 0.012, 2: -0.02}[seed])
+    e = evidence(tmp_path, noisy, control=arm(tmp_path, "control", (1, 2)))
+    assert first_failure(e) == 2 and "not shown" in gate(e, 2).evidence and gate(e, 2).data["verdict"] == "INCONCLUSIVE"
+    two = [*arm(tmp_path, "fast", speed=lambda s: 1.05), *arm(tmp_path, "slow", speed=lambda s: 0.97)]
+    e = evidence(tmp_path / "speed", two)
+    assert first_failure(e) == 3 and "no faster" in gate(e, 3).evidence
+    ratio, low, high = gate(e, 3).data["ratio"]
+    assert low < 1 < ratio < high
+
+
 def test_losses_declared_bit_equal_must_be(tmp_path: Path):
     same = arm(tmp_path, "same", speed=lambda s: 1.2)
     assert first_failure(evidence(tmp_path, same, tolerance=0.0)) == 0
@@ -319,6 +331,103 @@ def test_every_candidate_is_a_difference_of_two_configs_and_says_why():
     for names, flags in promote.SUITES.values():
         assert set(names) <= set(promote.CANDIDATES)
         parse_args(["speedrun", *flags.split()])
+
+
+# --- a suite, its trainings played from a table -------------------------------------------------------------
+
+
+class Played:
+    """A training that needs no time: its run directory is written at once, with the speed and loss of its flags."""
+
+    made: list[str]  # run directories, in order
+
+    def __init__(self, argv: Sequence[str], log: Path):
+        from train_gpt2 import parse_args
+
+        cfg = parse_args(list(argv))
+        self.dir = Path(cfg.run_dir)
+        self.running = self.dir.name.startswith("broken") and not cfg.resume  # until it is killed
+        if cfg.recompute == "selective":
+            raise OSError("the disk is full")
+        speeds = {"flash": 0.9, "off": 0.5, "same": 0.95, "fsdp2": 0.9}
+        speed = 1.0
+        for value in (cfg.attention, cfg.compile, cfg.head_precision, cfg.parallel):
+            speed *= speeds.get(value, 1.0)
+        end = {"exit_reason": "finished", "checkpoints": {"bytes": 1, "saves": 2, "write_s": 0.1}}
+        if self.dir.exists():
+            shutil.rmtree(self.dir)
+        shift = 0.3 if cfg.optimizer == "adamw" else 0.0
+        (made,) = arm(self.dir.parent, "new", (cfg.seed,), lambda step: speed, cfg.max_steps, lambda seed: shift, **end)
+        made.rename(self.dir)
+        (self.dir / "checkpoints").mkdir()
+        (self.dir / "checkpoints/latest").write_text("step-000001")
+        if self.running:
+            (self.dir / "result.json").unlink()
+        if cfg.resume:  # as after a kill: what went before stays, and the last third is written again
+            rows = (self.dir / "metrics.jsonl").read_text()
+            tail = [line for line in rows.splitlines() if json.loads(line)["step"] > cfg.max_steps * 2 // 3]
+            (self.dir / "metrics.jsonl").write_text(rows + "\n".join(tail) + "\n")
+        Played.made.append(self.dir.name)
+
+    def alive(self) -> bool:
+        return self.running
+
+    def kill(self) -> None:
+        self.running = False
+
+    def wait(self) -> int:
+        return 0
+
+
+def test_a_suite_shares_runs_survives_a_failure_and_goes_on_where_it_stopped(
+    tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+):
+    from harness.__main__ import build_parser
+
+    Played.made = []
+    profiles: list[str] = []
+
+    def profile(recipe: str, flags: Sequence[str], out: Path, *rest: Any, **more: Any) -> dict[str, Any]:
+        profiles.append(out.name)
+        content = {"schema": 1, **PROFILE, "warnings": [], "step_ms": 1000.0, "device_bytes": 141 * GB}
+        out.mkdir(parents=True)
+        (out / "profile.json").write_text(json.dumps(content))
+        return content
+
+    def call(*more: str) -> int:
+        argv = ["promote", "--suite", "h200", "--recipe", "speedrun", "--ledger", str(tmp_path / "ledger.jsonl"), *more]
+        args = build_parser("promote").parse_args(argv)
+        args.trainer_flags, args.table = (
+            ["--data", str(shards), "--batch-tokens", "65536", "--seq-len", "64"],
+            tmp_path / "ledger.md",
+        )
+        lab = promote.Lab(tmp_path / "out", lambda argv, gpus, log: Played(argv, log), profile, say=lambda text: None)
+        if args.stop_after:
+            lab.deadline = 0.0
+        lab.folder.mkdir(exist_ok=True)
+        return promote._decide_all(args, promote._chosen(args), promote._plan(args), lab, [])
+
+    assert call("--stop-after", "1") == 3 and not Played.made and not (tmp_path / "ledger.jsonl").exists()
+    capsys.readouterr()
+    assert call() == 1, "one decision could not be made"
+    said = capsys.readouterr().out
+    verdicts = {r["candidate"]: r["verdict"] for r in ledger.read(tmp_path / "ledger.jsonl")}
+    accepted = dict.fromkeys(("cudnn-attention", "compile", "muon", "fp8-head"), "accepted")
+    assert verdicts == {**accepted, "fsdp2": "rejected"}, said
+    assert "selective-recompute: no decision" in said and "the disk is full" in said
+    records = {r["candidate"]: r for r in ledger.read(tmp_path / "ledger.jsonl")}
+    assert records["fsdp2"]["reason"].startswith("gate 1 (limit): memory does not bind")
+    assert records["compile"]["difference"] == {"compile": ["off", "on"]}
+    assert {r["workload"]["steps"] for r in records.values()} == {60}, "a minute of steps of 1000 ms"
+    runs = [name for name in Played.made if not name.startswith(("broken", "twin"))]
+    assert len(runs) == len(set(runs))
+    # The bare recipe is run once and again three decisions later; flash, compile off, adamw, same head and fsdp2 once.
+    arms = [name.split("-")[0] for name in runs]
+    assert len(runs) == 2 + 5 and max(arms.count(a) for a in arms) == 2
+    assert len(profiles) == len(set(profiles)) == 4, "of the controls: flash, compile off, same head, bare"
+    assert sum(name.startswith("broken") for name in Played.made) == 2, "one kill and one resume serve all four"
+    made = list(Played.made)
+    assert call() == 1 and Played.made == made, "nothing finished is made again"
 
 
 # --- a real kill -------------------------------------------------------------------------------------------
