@@ -11,17 +11,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from train_support import read_tokens, shard_bytes, write_shards
-from trainer_jobs import RECIPE, Job, run
+from trainer_jobs import RECIPE, Job, kill_all, run
 
 OPTIMIZERS = ["adamw", "muon"]
 STEPS = 24
+
+
+@pytest.fixture(autouse=True)
+def no_training_is_left() -> Iterator[None]:
+    yield
+    kill_all()
 
 
 @pytest.fixture(scope="module")

@@ -75,6 +75,15 @@ def set_trap(event: str, pattern: str, count: int) -> None:
     sys.addaudithook(hook)
 
 
+JOBS: list[Job] = []
+
+
+def kill_all() -> None:
+    """Ends what a failed test has left running."""
+    while JOBS:
+        JOBS.pop().kill()
+
+
 class Job:
     """One training on `world` ranks, started at once."""
 
@@ -86,6 +95,7 @@ class Job:
             s.bind(("127.0.0.1", 0))
             port = str(s.getsockname()[1])
         self.ranks: list[BaseProcess] = []
+        JOBS.append(self)
         for rank in range(world):
             variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", **environment}
