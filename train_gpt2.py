@@ -1752,8 +1752,9 @@ def evaluate_tokens(
     device = next(model.parameters()).device
     rows = val_tokens // seq_len
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for first in range(rank * batch, rows, world * batch):
-        count = min(batch, rows - first)
+    # Every rank makes the same number of forwards, since sharded weights are gathered in each: the last may be all padding.
+    for first in range(rank * batch, math.ceil(rows / (world * batch)) * world * batch, world * batch):
+        count = max(0, min(batch, rows - first))
         tokens = torch.from_numpy(stream.slice(first * seq_len, count * seq_len + 1).astype(np.int64))
         x, y = torch.zeros(batch, seq_len, dtype=torch.int64), torch.full((batch, seq_len), -1)
         x[:count], y[:count] = tokens[:-1].view(count, seq_len), tokens[1:].view(count, seq_len)
