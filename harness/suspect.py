@@ -98,7 +98,7 @@ def leaked_validation(folder: Path, tokens: int) -> list[str]:
     starts = np.unique(np.linspace(0, len(val) - PROBE, PROBES).astype(np.int64))
     probes = [np.asarray(val.slice(int(start), PROBE)) for start in starts]
     scanned = min(tokens, len(train), MOST_SCANNED)
-    share = shared(probes, (np.asarray(train.slice(start, size)) for start, size in _chunks(scanned)))
+    share = shared(probes, (np.asarray(train.slice(start, size)) for start, size in pieces_of(scanned)))
     if share <= PROBES_SHARED:
         return []
     return [
@@ -107,7 +107,7 @@ def leaked_validation(folder: Path, tokens: int) -> list[str]:
     ]
 
 
-def _chunks(total: int, size: int = 1 << 24) -> Iterator[tuple[int, int]]:
+def pieces_of(total: int, size: int = 1 << 24) -> Iterator[tuple[int, int]]:
     """(start, length) of pieces that overlap by one probe, so that none is missed between two."""
     for start in range(0, total, size):
         yield start, min(size + PROBE - 1, total - start)

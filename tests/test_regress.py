@@ -27,7 +27,7 @@ from train_support import TINY, write_shards
 from harness.baseline import load
 from harness.regress import SAMPLE_FLAGS
 from harness.stats import Verdict
-from harness.suspect import shared
+from harness.suspect import pieces_of, shared
 from harness.watch import Watcher, follow
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -398,7 +398,7 @@ def test_stretches_are_found_at_any_offset_and_across_pieces():
         np.append(train[10:73], np.uint16(train[73] + 1)),
         rng.integers(0, 50_000, 64).astype(np.uint16),
     ]
-    pieces = [train[i : i + 1000 + 63] for i in range(0, 4000, 1000)]
+    pieces = [train[start : start + size] for start, size in pieces_of(4000, 1000)]
     assert shared(probes, iter(pieces)) == 6 / 8  # not the one that differs in its last token
 
 

@@ -165,6 +165,12 @@ def test_seeds_needed_has_an_honest_none():
     assert both is not None and one is not None and both > one  # two sides to show
 
 
+def test_seeds_needed_is_the_textbooks_sample_size():
+    """One-sample t, effect of one deviation, 80% power: 10 two-sided and 8 one-sided at 5%."""
+    assert stats.seeds_needed("same", 1.0, 1.0, 0.05, margin=0.1) == 10
+    assert stats.seeds_needed("target", -1.0, 1.0, 0.05) == 8
+
+
 # --- the watch band ----------------------------------------------------------------------------------------
 
 
