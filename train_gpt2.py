@@ -153,11 +153,11 @@ class Config:
     # Execution.
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "auto: cuda where there is one")
     precision: Precision = opt("bf16", "arithmetic of the forward and backward; weights and sums stay fp32")
-    head_precision: Literal["same", "fp8"] = opt("same", "matrix products of the head in training; fp8 needs compute capability 8.9")
+    head_precision: Literal["same", "fp8"] = opt("same", "forward product of the head in training; fp8 needs capability 8.9")
     compile: Toggle = opt("auto", "torch.compile the blocks; auto: on for CUDA (measured not to pay on CPU)")
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = opt("auto", "SDPA backend; auto: the fastest that works")
     parallel: Literal["owner", "ddp", "zero1", "fsdp2", "fsdp3"] = opt(
-        "owner", "several ranks. ddp: all replicated. owner: each Muon matrix updated by one rank. zero1: AdamW too. fsdp2, fsdp3: "
+        "owner", "several ranks. ddp: all replicated. owner: one rank updates each Muon matrix. zero1: AdamW too. fsdp2, fsdp3: "
         "weights sharded as well, by FSDP2 that keeps or frees them between forward and backward"
     )
     ddp_bucket_mb: int = opt(25, "DDP gradient bucket size in MB")
@@ -186,7 +186,8 @@ class Config:
 
 # Fields that say how or where a run executes, not what it learns.
 EXECUTION_FIELDS = frozenset(
-    "run_dir seed device compile attention parallel ddp_bucket_mb recompute threads deterministic comm_timeout micro_batch val_batch "
+    "run_dir seed device compile attention parallel ddp_bucket_mb recompute threads deterministic comm_timeout micro_batch "
+    "val_batch "
     "checkpoint_every keep resume mirror mtbf_hours spot_mtbf_hours on_save_error wandb on_finish on_finish_when "
     "data max_minutes".split()
 )
@@ -202,7 +203,7 @@ RECIPES: dict[str, Config] = {
         optimizer="muon", muon_lr=0.03, muon_momentum_warmup=200, muon_beta2=0.95, muon_wd=0.1,
         lr=0.005, embed_lr=0.3, head_lr=0.005, scalar_lr=0.02, beta1=0.8, beta2=0.95, eps=1e-10, weight_decay=0.0, clip=0.0,
         schedule="linear", warmup_steps=0, warmdown_frac=0.6, final_lr_frac=0.05,
-        batch_tokens=262_144, micro_batch=64, max_steps=6_000, val_every=250, head_precision="fp8",
+        batch_tokens=262_144, micro_batch=32, max_steps=6_000, val_every=250, head_precision="fp8",
     ),
     # The speedrun made small enough for two CPU cores and the embedded sample text.
     "sample": Config(
@@ -242,7 +243,8 @@ def build_parser() -> argparse.ArgumentParser:
             continue
         kind = hints[f.name]
         defaults = {name: getattr(cfg, f.name) for name, cfg in RECIPES.items()}
-        shown = defaults["gpt2"] if len(set(map(str, defaults.values()))) == 1 else " ".join(f"{k}:{v}" for k, v in defaults.items())
+        same = len(set(map(str, defaults.values()))) == 1
+        shown = defaults["gpt2"] if same else " ".join(f"{k}:{v}" for k, v in defaults.items())
         more: dict[str, Any] = {"type": kind}
         if get_args(kind):
             more = {"choices": get_args(kind)}
@@ -265,7 +267,8 @@ def parse_args(argv: list[str]) -> Config:
 
 def check_config(cfg: Config) -> None:
     """Refuses a config that cannot run, before anything is written. Raises UserError."""
-    at_least_1 = "n_layer n_head n_embd seq_len batch_tokens micro_batch max_steps val_batch epochs ddp_bucket_mb spike_window".split()
+    at_least_1 = "n_layer n_head n_embd seq_len batch_tokens micro_batch max_steps val_batch epochs".split()
+    at_least_1 += ["ddp_bucket_mb", "spike_window"]
     for name, value in dataclasses.asdict(cfg).items():
         flag = f"--{name.replace('_', '-')}"
         if name in at_least_1 and value < 1:
@@ -289,7 +292,7 @@ def check_config(cfg: Config) -> None:
     if cfg.val_tokens < cfg.seq_len or cfg.val_tokens % cfg.seq_len:
         raise UserError(f"--val-tokens {cfg.val_tokens} must be a multiple of --seq-len {cfg.seq_len}")
     if 2 * cfg.value_embeds > cfg.n_layer:
-        raise UserError(f"--value-embeds {cfg.value_embeds} needs at least {2 * cfg.value_embeds} blocks; --n-layer is {cfg.n_layer}")
+        raise UserError(f"--value-embeds {cfg.value_embeds} needs {2 * cfg.value_embeds} blocks; --n-layer is {cfg.n_layer}")
     if cfg.reduce_precision == "bf16" and cfg.parallel == "ddp":
         raise UserError("--reduce-precision bf16 goes with --parallel owner, zero1, fsdp2 or fsdp3, not with ddp")
     if cfg.keep < 2:
@@ -420,7 +423,9 @@ def data_fingerprint(folder: str | Path) -> str:
 def check_ids(tokens: np.ndarray, cfg: Config) -> np.ndarray:
     """The tokens, if the vocabulary has them all; an id beyond it would end in a crash of the device. Raises UserError."""
     if tokens.max() >= cfg.vocab_size:
-        raise UserError(f"{cfg.data}: token id {tokens.max()} is not below --vocab-size {cfg.vocab_size}; check it by `python -m data verify`")
+        raise UserError(
+            f"{cfg.data}: token id {tokens.max()} is not below --vocab-size {cfg.vocab_size}; check it by `python -m data verify`"
+        )
     return tokens
 
 
@@ -472,7 +477,8 @@ class Linear(nn.Linear):
 
 class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype), self.eps)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
 
 
 class RMSNorm(nn.Module):
@@ -569,8 +575,10 @@ def selective_contexts() -> Any:
 
     aten = torch.ops.aten
     linear = {aten.mm, aten.addmm}
-    keep = {*get_default_op_list().compute_intensive_ops, aten._softmax, aten._safe_softmax, torch.ops.higher_order.flex_attention}
-    keep |= {getattr(aten, name) for name in dir(aten) if name.startswith("_scaled_dot_product") and not name.endswith("backward")}
+    keep = {*get_default_op_list().compute_intensive_ops, aten._softmax, aten._safe_softmax}
+    keep.add(torch.ops.higher_order.flex_attention)
+    names = [name for name in dir(aten) if name.startswith("_scaled_dot_product") and not name.endswith("backward")]
+    keep |= {getattr(aten, name) for name in names}
     # Forward and recomputation count apart: with one counter, an odd number of products would swap their roles.
     products = {False: 0, True: 0}
 
@@ -589,7 +597,7 @@ def recomputing(forward: Callable[..., Tensor], how: str) -> Callable[..., Tenso
     """A block's forward whose activations are computed again in the backward pass (there is no dropout to replay)."""
     from torch.utils.checkpoint import checkpoint
 
-    more = {"context_fn": selective_contexts} if how == "selective" else {}
+    more: Any = {"context_fn": selective_contexts} if how == "selective" else {}
 
     def run(*args: Any) -> Tensor:
         if not torch.is_grad_enabled():
@@ -662,11 +670,12 @@ class GPT(nn.Module):
         if self.wpe is not None:
             x = x + self.wpe.weight[:T].to(self.dtype)
         if self.smear_gate is not None:
+            assert self.smear_scale is not None
             gate = self.smear_scale * torch.sigmoid(self.smear_gate(x[:, 1:, :12]))
             x = torch.cat([x[:, :1], x[:, 1:] + gate.to(x.dtype) * x[:, :-1]], dim=1)
         if self.cfg.norm == "rms":
             x = F.rms_norm(x, (x.size(-1),))
-        x0, skips = x, []
+        x0, skips = x, list[Tensor]()
         tables = [table(idx_BT).to(self.dtype) for table in self.value_tables]
         half = self.cfg.n_layer // 2
         for i, block in enumerate(self.blocks):
@@ -704,7 +713,8 @@ def parameter_count(cfg: Config) -> dict[str, int]:
     with torch.device("meta"):
         shapes = {name: p.numel() for name, p in GPT(cfg).named_parameters()}
     head = cfg.padded_vocab * cfg.n_embd
-    matmul = sum(n for name, n in shapes.items() if name.startswith("blocks.") and name.endswith(".weight") and ".norm" not in name)
+    inside = {name: n for name, n in shapes.items() if name.startswith("blocks.") and name.endswith(".weight")}
+    matmul = sum(n for name, n in inside.items() if ".norm" not in name)
     return {"total": sum(shapes.values()), "matmul": matmul + head}
 
 
@@ -874,7 +884,8 @@ def head_nll(x_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab: int, cap: flo
     w = w_VC.to(x_NC.dtype)
     step = min(HEAD_CHUNK[x_NC.device.type], 16_384)
     parts = [
-        cross_entropy_(_mm_fp32(x, w.T), t, vocab, cap, grad=False) for x, t in zip(x_NC.split(step), targets_N.split(step), strict=True)
+        cross_entropy_(_mm_fp32(x, w.T), t, vocab, cap, grad=False)
+        for x, t in zip(x_NC.split(step), targets_N.split(step), strict=True)
     ]
     return torch.cat(parts)
 
@@ -950,10 +961,12 @@ def whole(t: Tensor) -> Tensor:
 
 def write_shard(t: Tensor, full: Tensor) -> None:
     """Copies a whole tensor into a sharded one, each rank its own part."""
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
-    part = distribute_tensor(full, t.device_mesh, t.placements, src_data_rank=None).to_local() if hasattr(t, "to_local") else full
-    local(t).copy_(part)
+    if isinstance(t, DTensor):
+        local(t).copy_(distribute_tensor(full, t.device_mesh, t.placements, src_data_rank=None).to_local())
+    else:
+        t.copy_(full)
 
 
 MUON_WEIGHTS = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight")
@@ -1003,7 +1016,8 @@ class Optimizer:
             self.owner |= assign_owners(muon_cost, world)
         if self.reduces and cfg.parallel == "zero1":
             self.owner |= assign_owners(adam_cost, world)
-        mine = {n: p if n in muon_cost else local(p.detach()) if n in self.sharded else p for n, p in self.params.items() if self.owner.get(n, rank) == rank}
+        mine: dict[str, Tensor] = {n: p for n, p in self.params.items() if self.owner.get(n, rank) == rank}
+        mine |= {n: local(p.detach()) for n, p in mine.items() if n in self.sharded and n not in muon_cost}
 
         # Muon: matrices of one shape are one stack; momentum lives as the stack.
         self.stacks: dict[tuple[int, ...], list[str]] = {}
@@ -1024,7 +1038,11 @@ class Optimizer:
         self.adam_params = {n: mine[n] for n in adam_cost if n in mine}
         for name, p in self.adam_params.items():
             matrix = p.ndim >= 2 and not name.endswith("gate.weight")
-            lr = cfg.embed_lr if name.startswith(("wte", "wpe", "value_tables")) else cfg.head_lr if name.startswith("head") else cfg.lr if matrix else cfg.scalar_lr
+            lr = cfg.lr if matrix else cfg.scalar_lr
+            if name.startswith(("wte", "wpe", "value_tables")):
+                lr = cfg.embed_lr
+            elif name.startswith("head"):
+                lr = cfg.head_lr
             groups.setdefault((lr, cfg.weight_decay if matrix else 0.0), []).append(p)
         self.adam: torch.optim.AdamW | None = None
         if groups:
@@ -1057,9 +1075,13 @@ class Optimizer:
 
         return run
 
-    def _reduce(self, name: str) -> None:
+    def grad(self, name: str) -> Tensor:
         grad = self.params[name].grad
-        assert grad is not None
+        assert grad is not None, f"{name} got no gradient"
+        return grad
+
+    def _reduce(self, name: str) -> None:
+        grad = self.grad(name)
         sent = grad.bfloat16() if self.cfg.reduce_precision == "bf16" else grad
         if name in self.owner:
             work = dist.reduce(sent, dst=self.owner[name], async_op=True)
@@ -1077,7 +1099,7 @@ class Optimizer:
             self.ready.clear()
             self.next = 0
             if self.small:
-                grads = [self.params[n].grad for n in self.small]
+                grads = [self.grad(n) for n in self.small]
                 flat = torch.cat([g.flatten() for g in grads])
                 dist.all_reduce(flat)
                 for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
@@ -1089,11 +1111,11 @@ class Optimizer:
             self.works.clear()
         squares = torch.zeros((), device=control.device)
         for owned in (True, False):
-            names = [n for n in self.params if n not in self.sharded and (n in self.owner) == owned and self.owner.get(n, self.rank) == self.rank]
+            whole = [n for n in self.params if n not in self.sharded and (n in self.owner) == owned]
+            names = [n for n in whole if self.owner.get(n, self.rank) == self.rank]
             names += self.sharded if owned else []
-            grads = [local(g) for n in names if (g := self.params[n].grad) is not None]
-            if grads:
-                share = torch.stack(torch._foreach_norm(grads)).square().sum()
+            if names:
+                share = torch.stack(torch._foreach_norm([local(self.grad(n)) for n in names])).square().sum()
                 squares = squares + (share if owned else share / self.world)
         packed = torch.cat([control, squares.unsqueeze(0)])
         if self.world > 1:
@@ -1107,16 +1129,16 @@ class Optimizer:
 
         lr_scale: the schedule's factor. mu: Muon momentum now. grad_scale: factor for all gradients (clipping).
         """
-        mine = [p for n, p in self.params.items() if n in self.sharded or self.owner.get(n, self.rank) == self.rank]
         if grad_scale is not None:
-            torch._foreach_mul_([local(p.grad) for p in mine], grad_scale)
-        gathered = {n: (whole(p.detach()), whole(p.grad)) for n, p in self.sharded.items() if is_muon(n, self.cfg)}  # type: ignore[arg-type]
+            mine = [n for n in self.params if n in self.sharded or self.owner.get(n, self.rank) == self.rank]
+            torch._foreach_mul_([local(self.grad(n)) for n in mine], grad_scale)
+        gathered = {n: (whole(p.detach()), whole(self.grad(n))) for n, p in self.sharded.items() if is_muon(n, self.cfg)}
         lr, mu_ = torch.tensor(self.cfg.muon_lr * lr_scale), torch.tensor(mu)
         works = []
         for shape, names in self.stacks.items():
-            both = [gathered.get(n, (self.params[n], self.params[n].grad)) for n in names]
+            both = [gathered[n] if n in gathered else (self.params[n], self.grad(n)) for n in names]
             ps = [m for n, (p, _) in zip(names, both, strict=True) for m in matrices(n, p).unbind()]
-            gs = [m for n, (_, g) in zip(names, both, strict=True) for m in matrices(n, g).unbind()]  # type: ignore[arg-type]
+            gs = [m for n, (_, g) in zip(names, both, strict=True) for m in matrices(n, g).unbind()]
             new = self.muon_update(
                 torch.stack(ps), torch.stack(gs), self.momentum[shape], self.second[shape],
                 lr, mu_, self.cfg.muon_wd, self.cfg.muon_beta2, skip,
@@ -1126,8 +1148,8 @@ class Optimizer:
             for group in self.adam.param_groups:
                 group["lr"] = group["base_lr"] * lr_scale
             for name in self.adam_params.keys() & self.sharded.keys():
-                self.adam_params[name].grad = local(self.params[name].grad)
-            self.adam.found_inf = skip.float()  # the fused kernel leaves weights and moments alone where this is 1
+                self.adam_params[name].grad = local(self.grad(name))
+            self.adam.found_inf = skip.float()  # type: ignore[attr-defined]  # the fused kernel leaves weights and moments alone where this is 1
             self.adam.step()
         for name, owner in self.owner.items():
             p = gathered[name][0] if name in gathered else self.params[name].data
@@ -1286,7 +1308,8 @@ def lock_run(run_dir: Path, patience: float) -> io.TextIOBase:
 
 # Dense bf16 tensor-core peaks in TFLOP/s from the vendors' datasheets (without sparsity).
 PEAK_BF16: dict[str, float] = {
-    "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "H200 NVL": 835.5, "H200": 989.4, "GH200": 989.4, "B200": 2250.0, "A100": 312.0, "A10G": 70.0,
+    "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "H200 NVL": 835.5, "H200": 989.4, "GH200": 989.4, "B200": 2250.0,
+    "A100": 312.0, "A10G": 70.0,
     "L40S": 362.0, "L4": 121.0, "RTX 4090": 165.2, "RTX 3090": 71.0,
 }  # fmt: skip
 
@@ -1359,10 +1382,12 @@ def environment(cfg: Config, device: torch.device, attention: str, compiled: boo
             return None
 
     cuda = device.type == "cuda"
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), None) if Path("/proc/cpuinfo").exists() else platform.processor()
+    info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), platform.processor())
     return {
         "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__, "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if cuda else None, "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "triton": getattr(triton, "__version__", None),
         "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0") if cuda else None,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [], "cpu": cpu,
@@ -1391,8 +1416,9 @@ class WandbLog:
 
             settings = wandb.Settings(init_timeout=60, silent=True)
             run = wandb.init(
-                project="gpt2", name=run_dir.name, dir=str(run_dir), mode=cfg.wandb, config=dataclasses.asdict(cfg), settings=settings
-            )
+                project="gpt2", name=run_dir.name, dir=str(run_dir), config=dataclasses.asdict(cfg), settings=settings,
+                mode="offline" if cfg.wandb == "offline" else "online",
+            )  # fmt: skip
             while (row := self.rows.get()) is not None:
                 kind = row["kind"]
                 run.log({f"{kind}/{k}": v for k, v in row.items() if k not in ("kind", "step")}, step=row["step"])
@@ -1444,7 +1470,8 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
     """The manifest, after every file has been compared with its size and sha256. Raises UserError with what is wrong."""
     manifest = read_json(path / "manifest.json")
     text = (path / "manifest.json").read_text()
-    if text != json.dumps(manifest, indent=1) + "\n" or _hash_json({k: v for k, v in manifest.items() if k != "hash"}) != manifest.get("hash"):
+    own = _hash_json({k: v for k, v in manifest.items() if k != "hash"})
+    if text != json.dumps(manifest, indent=1) + "\n" or own != manifest.get("hash"):
         raise UserError(f"{path}: manifest.json does not match its own hash")
     try:
         present = {p.name for p in path.iterdir()} - {"manifest.json", "pinned"}
@@ -1495,7 +1522,10 @@ class Checkpoints:
     manifest, rename, re-read and verify, move `latest`, purge. One save is in flight at a time.
     """
 
-    def __init__(self, cfg: Config, run_dir: Path, rank: int, world: int, device: torch.device, group: Any, attempt: str, say: Callable[[str], None]):
+    def __init__(
+        self, cfg: Config, run_dir: Path, rank: int, world: int, device: torch.device, group: Any, attempt: str,
+        say: Callable[[str], None],
+    ):  # fmt: skip
         self.cfg, self.dir, self.rank, self.world, self.device = cfg, run_dir / "checkpoints", rank, world, device
         self.group, self.attempt, self.say = group, attempt, say
         self.pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -1537,8 +1567,11 @@ class Checkpoints:
             if local(t) is not t:  # says which part of the whole it is; the file then fits any other layout
                 from torch.distributed.tensor import DTensor, init_device_mesh
 
-                mesh, shape = init_device_mesh("cpu", (self.world,)), {"shape": t.shape, "stride": t.stride()}
-                self.buffers[key] = DTensor.from_local(self.buffers[key], mesh, t.placements, run_check=False, **shape)  # type: ignore[attr-defined]
+                assert isinstance(t, DTensor)
+                self.buffers[key] = DTensor.from_local(
+                    self.buffers[key], init_device_mesh("cpu", (self.world,)), t.placements, run_check=False,
+                    shape=t.shape, stride=t.stride(),
+                )  # fmt: skip
 
     def save(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Starts a save of this rank's tensors and of `meta` (JSON, rank 0's)."""
@@ -1570,7 +1603,8 @@ class Checkpoints:
         temporary = self.dir / f".tmp-{meta['step']:06d}-{self.attempt}"
         failed = [""]
         try:
-            dcp.save(self.buffers, storage_writer=dcp.FileSystemWriter(temporary), process_group=self.group, no_dist=self.world == 1)
+            writer = dcp.FileSystemWriter(temporary)
+            dcp.save(self.buffers, storage_writer=writer, process_group=self.group, no_dist=self.world == 1)
             if self.rank == 0:
                 try:
                     self._commit(temporary, meta)
@@ -1588,7 +1622,9 @@ class Checkpoints:
 
     def _commit(self, temporary: Path, meta: dict[str, Any]) -> None:
         write_json(temporary / "train_state.json", meta)
-        files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_file(p)} for p in sorted(temporary.iterdir())}
+        files: dict[str, Any] = {}
+        for path in sorted(temporary.iterdir()):
+            files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         manifest = {"schema": SCHEMA, "step": meta["step"], "files": files}
         write_json(temporary / "manifest.json", {**manifest, "hash": _hash_json(manifest)})
         final = self.dir / f"step-{meta['step']:06d}"
@@ -1718,7 +1754,8 @@ def check_resume(meta: dict[str, Any], cfg: Config, fingerprint: str, say: Calla
     """Refuses a checkpoint of another config, data set or model, with the differences. Raises UserError."""
     # A field that the checkpoint's version did not have yet meant the default.
     saved, now = {**dataclasses.asdict(Config()), **meta["config"]}, dataclasses.asdict(cfg)
-    changes = {k: f"{k} {saved[k]!r} -> {now[k]!r}" for k in now if saved[k] != now[k] and k not in (EXECUTION_FIELDS | {"recipe"}) - {"seed"}}
+    free = (EXECUTION_FIELDS | {"recipe"}) - {"seed"}
+    changes = {k: f"{k} {saved[k]!r} -> {now[k]!r}" for k in now if saved[k] != now[k] and k not in free}
     different = [text for k, text in changes.items() if k not in RESUME_CHANGES]
     if meta["fingerprint"] != fingerprint:
         different.append(f"data fingerprint {meta['fingerprint'][:24]} -> {fingerprint[:24]}")
@@ -1737,7 +1774,8 @@ def val_protocol(cfg: Config, stream: TokenStream) -> dict[str, Any]:
     for start in range(0, cfg.val_tokens + 1, 1 << 20):
         digest.update(check_ids(stream.slice(start, min(1 << 20, cfg.val_tokens + 1 - start)), cfg).tobytes())
     return {
-        "data": digest.hexdigest(), "tokens": cfg.val_tokens, "seq_len": cfg.seq_len, "document_mask": False, "dtype": cfg.precision,
+        "data": digest.hexdigest(), "tokens": cfg.val_tokens, "seq_len": cfg.seq_len, "document_mask": False,
+        "dtype": cfg.precision,
     }  # fmt: skip
 
 
@@ -1847,7 +1885,8 @@ def check_data(cfg: Config) -> tuple[TokenStream, TokenStream]:
         passes = math.ceil((need + 1) / len(train))
         raise UserError(
             f"{cfg.max_steps} steps of {cfg.batch_tokens} tokens need {need:,} train tokens, {cfg.data} has {len(train):,}; "
-            f"fetch more shards, lower --max-steps to {(len(train) * cfg.epochs - 1) // cfg.batch_tokens}, or allow --epochs {passes}"
+            f"fetch more shards, lower --max-steps to {(len(train) * cfg.epochs - 1) // cfg.batch_tokens}, or allow "
+            f"--epochs {passes}"
         )
     if cfg.val_tokens + 1 > len(val):
         raise UserError(f"--val-tokens {cfg.val_tokens:,} need one more token than that; the val shards hold {len(val):,}")
@@ -2019,7 +2058,7 @@ class Trainer:
         if cfg.deterministic:
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank saves and loads without it
         attention = choose_attention(cfg, device)
         self.fingerprint = self.on_rank0(lambda: data_fingerprint(cfg.data))
@@ -2073,7 +2112,7 @@ class Trainer:
         self.flops = flops_per_token(cfg)
 
     def shard_model(self) -> None:
-        """FSDP2: each block, then the rest; gradients are summed in --reduce-precision. It takes no 0-D parameters: those stay replicated."""
+        """FSDP2: each block, then the rest; gradients are summed in --reduce-precision. 0-D parameters stay replicated."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -2083,7 +2122,8 @@ class Trainer:
         mesh = init_device_mesh(self.device.type, (self.world,))
         scalars = {p for p in self.model.parameters() if p.ndim == 0}
         for module in [*self.model.blocks, self.model]:
-            fully_shard(module, mesh=mesh, reshard_after_forward=self.cfg.parallel == "fsdp3", mp_policy=policy, ignored_params=scalars)
+            reshard = self.cfg.parallel == "fsdp3"
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo knows no scaled sum
         register_fsdp_forward_method(self.model, "nll")
@@ -2127,7 +2167,7 @@ class Trainer:
         self.optimizer.sync = last
         ddp = isinstance(self.ddp, nn.parallel.DistributedDataParallel)
         # Set before the forward: DDP decides there whether the backward will reduce.
-        quiet = self.ddp.no_sync() if ddp and not last else contextlib.nullcontext()
+        quiet: Any = self.ddp.no_sync() if ddp and not last else contextlib.nullcontext()  # type: ignore[operator]
         if self.sharded:
             self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
         with quiet:
@@ -2154,9 +2194,10 @@ class Trainer:
         where they differ.
         """
         state = self.tensors()
+        whole = {k: float(t.nbytes) for k, t in state.items() if local(t) is t}
         alike = {
-            k: float(t.nbytes) for k, t in state.items()
-            if local(t) is t and (k.startswith("model.") or (k.startswith("optimizer.") and k.split(".", 2)[2] not in self.optimizer.owner))
+            k: size for k, size in whole.items()
+            if k.startswith("model.") or (k.startswith("optimizer.") and k.split(".", 2)[2] not in self.optimizer.owner)
         }  # fmt: skip
         writer = assign_owners(alike, self.world)
         return {k: t for k, t in state.items() if writer.get(k, self.rank) == self.rank}
@@ -2230,7 +2271,8 @@ class Trainer:
         self.val_s += seconds
         self.val_loss, self.val_step = loss, self.step
         self.best_val_loss = loss if self.best_val_loss is None else min(loss, self.best_val_loss)
-        row = {"kind": "val", "step": self.step, "tokens": self.tokens, "val_loss": loss, "train_s": self.train_s, "val_s": seconds}
+        where = {"kind": "val", "step": self.step, "tokens": self.tokens}
+        row = {**where, "val_loss": loss, "train_s": self.train_s, "val_s": seconds}
         if self.main and not self.sharded:  # on one sequence, eagerly: the compiled blocks cannot be looked into
             idx_BT = torch.from_numpy(self.val_stream.slice(0, cfg.seq_len).astype(np.int64)).unsqueeze(0).to(self.device)
             with torch.no_grad(), torch.compiler.set_stance("force_eager"), LargestLogit() as attention:
@@ -2273,7 +2315,8 @@ class Trainer:
             z = (np.array([loss, norm]) - window.mean(0)) / np.maximum(window.std(0), 1e-12)
             worst = int(z.argmax())
             if z[worst] > cfg.spike_z:
-                said = f"{('loss', 'gradient norm')[worst]} {(loss, norm)[worst]:.4g} is {z[worst]:.1f} deviations above its last {len(window)} steps"
+                name, value = (("loss", loss), ("gradient norm", norm))[worst]
+                said = f"{name} {value:.4g} is {z[worst]:.1f} deviations above its last {len(window)} steps"
         if not said:
             self.spike_rows = [*self.spike_rows, [loss, norm]][-cfg.spike_window :]
             return False
@@ -2284,7 +2327,8 @@ class Trainer:
             self.save()
         self.last_spike = self.step
         if cfg.spike == "halt":
-            raise Halt(Exit.SPIKE, f"step {self.step + 1}: {said}; the state before it is saved, go on with --resume --spike skip")
+            advice = "the state before it is saved, go on with --resume --spike skip"
+            raise Halt(Exit.SPIKE, f"step {self.step + 1}: {said}; {advice}")
         self.say(f"step {self.step + 1}: {said}; this update is skipped")
         return True
 
@@ -2334,11 +2378,13 @@ class Trainer:
             rate = cfg.batch_tokens / elapsed
             mfu = rate * self.flops / (self.peak * self.world) if self.peak else None
             if mfu is not None and mfu > 1:
-                raise Halt(Exit.FAILED, f"MFU of {mfu:.0%} is impossible: the peak of {torch.cuda.get_device_name()} or the timing is wrong")
+                name = torch.cuda.get_device_name()
+                raise Halt(Exit.FAILED, f"MFU of {mfu:.0%} is impossible: the peak of {name} or the timing is wrong")
             memory = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
             row = {
                 "kind": "train", "step": step, "tokens": step * cfg.batch_tokens, "loss": loss,
-                "lr": (cfg.muon_lr if cfg.optimizer == "muon" else cfg.lr) * learning_rate_factor(cfg, step - 1), "grad_norm": norm,
+                "lr": (cfg.muon_lr if cfg.optimizer == "muon" else cfg.lr) * learning_rate_factor(cfg, step - 1),
+                "grad_norm": norm,
                 "step_ms": elapsed * 1000, "tokens_per_s": rate, "mfu": mfu, "peak_mem_bytes": memory, "train_s": self.train_s,
                 "epoch": (step * cfg.batch_tokens - 1) // len(self.train_stream),
             }  # fmt: skip
@@ -2360,7 +2406,8 @@ class Trainer:
             # What all ranks must agree on travels with the loss: a signal to stop, a wish to save, the time being up.
             due = cadence in ("auto", "seconds") and time.perf_counter() - last_save > (every or interval)
             wishes = [
-                float(bool(self.stop_signal)), float(self.main and ((due and not self.checkpoints.busy()) or self.checkpoints.must_stop())),
+                float(bool(self.stop_signal)),
+                float(self.main and ((due and not self.checkpoints.busy()) or self.checkpoints.must_stop())),
                 float(self.main and bool(cfg.max_minutes) and self.train_s > cfg.max_minutes * 60),
             ]  # fmt: skip
             # torch.full, not a copy from the host: a copy from pageable memory would wait for the device.
@@ -2428,13 +2475,15 @@ class Trainer:
             self.save()
         self.checkpoints.wait()
         if stopping and self.checkpoints.failed:
-            raise Halt(Exit.DISK, f"stopped by a signal at step {self.step}, and its state could not be saved; earlier checkpoints stand")
+            line = f"stopped by a signal at step {self.step}, and its state could not be saved; earlier checkpoints stand"
+            raise Halt(Exit.DISK, line)
         return Exit.STOPPED if stopping else Exit.OK
 
     def auto_interval(self, stall: float, before: float) -> float:
         """Seconds to the next checkpoint. stall: seconds that the last one cost, blocked and by slower steps."""
         devices = self.world if self.device.type == "cuda" else 1
-        mtbf, upload = mean_time_between_failures(self.cfg, devices), self.checkpoints.stats["write_s"] + self.checkpoints.stats["mirror_s"]
+        mtbf = mean_time_between_failures(self.cfg, devices)
+        upload = self.checkpoints.stats["write_s"] + self.checkpoints.stats["mirror_s"]
         stall = max(stall, 1e-3)
         interval = checkpoint_interval(stall, mtbf, upload)
         if not 0.8 < interval / before < 1.25:
@@ -2460,12 +2509,15 @@ class Trainer:
         write_json(self.run_dir / "result.json", {
             "recipe": cfg.recipe, "exit_reason": reason, "exit_code": int(code), "step": self.step, "max_steps": cfg.max_steps,
             "tokens": self.tokens, "train_loss": self.train_loss, "val_loss": self.val_loss, "best_val_loss": self.best_val_loss,
-            "val_protocol": self.protocol, "train_seconds": self.train_s, "val_seconds": self.val_s, "compile_seconds": self.compile_s,
-            "checkpoint_stall_seconds": self.stall_s, "checkpoints": {**self.checkpoints.stats, "restore_s": self.restore_s} if hasattr(self, "checkpoints") else None, "startup_seconds": self.startup_s, "total_seconds": time.perf_counter() - self.began,
+            "val_protocol": self.protocol, "train_seconds": self.train_s, "val_seconds": self.val_s,
+            "compile_seconds": self.compile_s, "checkpoint_stall_seconds": self.stall_s,
+            "checkpoints": {**self.checkpoints.stats, "restore_s": self.restore_s} if hasattr(self, "checkpoints") else None,
+            "startup_seconds": self.startup_s, "total_seconds": time.perf_counter() - self.began,
             "loader_wait_seconds": self.loader.wait_s if hasattr(self, "loader") else None,
             "tokens_per_s": rate, "mfu": rate * flops_per_token(cfg) / (peak * self.world) if rate and peak else None,
             "peak_mem_bytes": max((r["peak_mem_bytes"] for r in rows), default=0), "params": parameter_count(cfg)["total"],
-            "data": self.data_record(), "seed": cfg.seed, "world_size": self.world, "device": str(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else "cpu",
+            "data": self.data_record(), "seed": cfg.seed, "world_size": self.world,
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             "weights": "model.safetensors" if weights else None, "weights_sha256": weights,
         })  # fmt: skip
         if self.wandb is not None:
@@ -2530,7 +2582,8 @@ def train(cfg: Config) -> tuple[Exit, str, Path | None]:
         trainer.setup()
         code = trainer.run()
         if code == Exit.STOPPED:
-            reason, line = "stopped", f"stopped by signal {trainer.stop_signal or 'on another rank'}; saved at step {trainer.step}; go on with --resume"
+            by = trainer.stop_signal or "on another rank"
+            reason, line = "stopped", f"stopped by signal {by}; saved at step {trainer.step}; go on with --resume"
         elif trainer.step < cfg.max_steps:
             reason, line = "max_minutes", f"stopped after {trainer.train_s / 60:.1f} minutes of training at step {trainer.step}"
     except Halt as e:
@@ -2542,7 +2595,8 @@ def train(cfg: Config) -> tuple[Exit, str, Path | None]:
         if trainer.world == 1 or not re.search("Dist|gloo|nccl|peer|pipe|timed? ?out", f"{type(e).__name__} {e}", re.I):
             raise
         code, reason = Exit.PEER_LOST, "peer_lost"
-        lost = f"rank {trainer.rank} lost another rank at step {trainer.step + 1}: {name_lost_rank(trainer)} ({str(e).splitlines()[0][:160]})"
+        first = str(e).splitlines()[0][:160]
+        lost = f"rank {trainer.rank} lost another rank at step {trainer.step + 1}: {name_lost_rank(trainer)} ({first})"
         print(f"error: {lost}", file=sys.stderr, flush=True)  # by every rank: rank 0 may be the one
     if code != Exit.PEER_LOST and hasattr(trainer, "checkpoints"):
         trainer.checkpoints.close()
