@@ -260,6 +260,13 @@ def test_attention_computed_twice_is_warned_of(tmp_path: Path, shards: Path):
     assert memory["weights"] == memory["gradients"] > 0 and memory["optimizer"] > 0 and memory["activations"] > 0
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("how", "times"), [("selective", 1), ("block", 2)])
+def test_attention_is_counted_under_compile_too(tmp_path: Path, shards: Path, how: str, times: int):
+    content = profile_tiny(tmp_path, shards, world=1, recompute=how, compile="on")
+    assert content["attention_calls"]["seen"] == times * content["attention_calls"]["one_per_block"]
+
+
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]):
     from harness.__main__ import main
 
