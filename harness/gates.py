@@ -48,11 +48,12 @@ class Evidence:
     objective: str
     addresses: Sequence[str]  # limits that the candidate takes away: profile.LIMITS, or "capacity"
     tolerance: float  # nats of val loss; 0: bit for bit
-    profile: dict[str, Any] | None  # of the control; None where it does not fit
+    profile: dict[str, Any] | None  # of the control; None where it could not be made
     control: Sequence[Path]
     candidate: Sequence[Path]
     recovery: dict[str, Any] | None = None  # {"twin", "broken": run directories, "killed_after_step", "resumed_at"}
     recovery_tolerance: float = 0.0
+    problem: str = ""  # why there is no profile
     memory_limit: int | None = None  # bytes; None: the device's
     origin: float | None = None  # val loss of this workload's first control
     baseline: dict[str, Any] | None = None  # a frozen one, from harness.baseline.load
@@ -113,7 +114,8 @@ def limit_gate(e: Evidence, control: Sequence[Run]) -> Gate:
         short = bool(control) and all(_ended(r) == "out_of_memory" for r in control)
         return gate(short, "the control runs out of memory" if short else "the control fits: memory is not its limit")
     if e.profile is None:
-        return gate(False, "there is no profile of the control, so no limit is known")
+        why = f": {e.problem}" if e.problem else ""
+        return gate(False, f"there is no profile of the control, so no limit is known{why}")
     shares, sentence = e.profile["limits"], e.profile["sentence"]
     data = {"limits": shares, "parts_ms": e.profile["parts_ms"], "sentence": sentence}
     if "capacity" in e.addresses:

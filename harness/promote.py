@@ -1,7 +1,7 @@
 """Promote a scaling change, or reject it: measured against the control, gated in writing, recorded.
 
     python -m harness promote CANDIDATE [--recipe NAME] [--minutes-each M] [-- TRAINER FLAGS]
-    python -m harness promote --candidate "--micro-batch 32" --objective throughput
+    python -m harness promote --candidate "--micro-batch 64" --objective throughput
     python -m harness promote --suite h200 --data DIR --minutes-each 1
     python -m harness promote list | show ID | accept ID
 
@@ -92,7 +92,7 @@ CANDIDATES: dict[str, Candidate] = {
         ),
         _c("bucket-100-2", "--ddp-bucket-mb 100", "throughput", "communication", 0.01, ORDER, "--parallel ddp",
             gpus=2, control_gpus=2),
-        _c("micro-batch-32", "--micro-batch 32", "throughput", "capacity memory", 0.01, ORDER, "--micro-batch 64"),
+        _c("micro-batch-64", "--micro-batch 64", "throughput", "memory launch", 0.01, ORDER, "--micro-batch 32"),
     )
 }  # fmt: skip
 
@@ -221,7 +221,7 @@ def kill_and_resume(lab: Lab, name: str, argv: Sequence[str], gpus: int = 1, ste
     kept = lab.folder / name / "recovery.json"
     if kept.exists():
         return read_json(kept)
-    every = max(1, steps // 6)
+    every = max(1, steps // 4)
     argv = [*argv, "--max-steps", str(steps), "--val-every", "0", "--checkpoint-every", str(every)]
     twin = lab.train(f"{name}/twin", argv, gpus)
     record: dict[str, Any] = {}
@@ -242,10 +242,12 @@ def _kill_once(lab: Lab, broken: Path, argv: Sequence[str], gpus: int, every: in
     log = broken.with_name(broken.name + ".log")
     record: dict[str, Any] = {"broken": str(broken), "aimed_at": aim}
     job = lab.start([*argv, "--run-dir", str(broken)], gpus, log)
-    while job.alive() and not (done_steps(broken) >= aim and (broken / "checkpoints" / "latest").exists()):
-        time.sleep(0.002)
-    killed = job.alive()
-    job.kill()
+    try:
+        while job.alive() and not (done_steps(broken) >= aim and (broken / "checkpoints" / "latest").exists()):
+            time.sleep(0.002)
+        killed = job.alive()
+    finally:  # also when this process is interrupted: nothing is left running
+        job.kill()
     if not killed or (broken / "result.json").exists():
         return record | {"problem": f"the training was over before it could be killed at step {aim}: {last_line(log)}"}
     record["killed_after_step"] = done_steps(broken)
@@ -348,7 +350,7 @@ def decide(
                 plan.recipe, old[1:], where, candidate.control_gpus, process=quiet(where.with_name(where.name + ".log"))
             )
         except UserError as error:
-            problem = str(error)
+            problem = f"{error} ({last_line(where.with_name(where.name + '.log'))})"
     steps = plan.steps
     if steps is None:
         if found is None:
@@ -380,6 +382,7 @@ def decide(
         addresses=candidate.addresses,
         tolerance=candidate.tolerance,
         profile=found,
+        problem=problem,
         control=arms["control"],
         candidate=arms["candidate"],
         baseline=plan.baseline,
@@ -617,6 +620,8 @@ def run(args: argparse.Namespace) -> int:
             _resolved([plan.recipe, *plan.flags, *chosen, *more])
     data_flags([plan.recipe, *plan.flags], 1)
     lab.folder.mkdir(parents=True, exist_ok=True)
+    # As Ctrl-C does: an exception that reaches the waits, which end their trainings.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return _decide_all(args, candidates, plan, lab, chosen)
 
 
