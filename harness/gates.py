@@ -122,9 +122,11 @@ def limit_gate(e: Evidence, control: Sequence[Run]) -> Gate:
         share = shares.get("capacity")
         if share is not None and share >= FULL:
             return gate(True, f"the control fills {share:.0%} of the device's memory", **data)
-        known = f"the control takes {share:.0%} of the device's memory" if share is not None else "the device's memory is unknown"
+        known = "nothing says that memory binds, since its size is unknown"
+        if share is not None:
+            known = f"memory does not bind: the control takes {share:.0%} of the device's memory (at least {FULL:.0%} would)"
         if set(e.addresses) == {"capacity"}:
-            return gate(False, f"memory does not bind: {known} (at least {FULL:.0%} would), and {sentence}", **data)
+            return gate(False, f"{known}, and {sentence}", **data)
     named = [name for name in e.addresses if name != "capacity"]
     share = sum(shares[name] for name in named)
     text = f"{' and '.join(named)} hold {share:.0%} of the control's step; {sentence}"

@@ -157,6 +157,10 @@ def _change(new: float | None, old: float | None, value: str, change: str) -> st
     return value.format(new) + (f" ({change.format(new - old)})" if old is not None else "")
 
 
+def _gigabytes(size: float | None) -> str:
+    return "-" if size is None else f"{size / 1e9:.3f} GB"
+
+
 def _memory(arm: dict[str, Any]) -> str:
     return f"{arm['peak_bytes'] / 1e9:.1f} GB" if arm.get("peak_bytes") else "-"
 
@@ -189,8 +193,8 @@ def detail(record: dict[str, Any]) -> str:
             _or_dash(m.get("step_ms"), "{:.1f}"),
             _or_dash(m.get("mfu"), "{:.1%}"),
             _memory(m),
-            _or_dash(m.get("state_bytes"), "{:.3g} B"),
-            _or_dash(m.get("checkpoint_bytes"), "{:.3g} B"),
+            _gigabytes(m.get("state_bytes")),
+            _gigabytes(m.get("checkpoint_bytes")),
             _or_dash(m.get("checkpoint_stall_ms"), "{:.1f} ms"),
             _or_dash(m.get("startup_s"), "{:.1f}"),
             _or_dash(m.get("device_hours_per_billion"), "{:.3f}")

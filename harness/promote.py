@@ -414,10 +414,10 @@ def decide(
     if found:
         notes.append("control's step, ms: " + ", ".join(f"{k.replace('_', ' ')} {v:.2f}" for k, v in found["parts_ms"].items()))
         notes += [f"profile: {text}" for text in found["warnings"]]
-    if (even := break_even(control, tried)) is not None:
+    if "compile" in difference and (even := break_even(control, tried)) is not None:
         notes.append(f"the longer start-up is paid back after {even:,.0f} steps")
     loss = next(gate for gate in outcome if gate.number == 2).data
-    if loss.get("relative") is not None:
+    if loss.get("relative") is not None and difference.keys() & {"precision", "head_precision"}:
         notes.append(f"relative loss error {loss['relative']:+.3%} (DeepSeek-V3 for fp8 against bf16: below 0.25%)")
     return {
         "kind": "decision",
