@@ -24,7 +24,7 @@ lint: .venv/.dev
 	$(BIN)/mypy
 
 test: .venv/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-full: .venv/.dev
 	$(BIN)/python -m pytest -m 'not gpu' --timeout 3600 $(ARGS)

@@ -21,6 +21,7 @@ import ctypes
 import dataclasses
 import datetime
 import enum
+import errno
 import fcntl
 import hashlib
 import io
@@ -38,6 +39,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -295,6 +297,8 @@ def check_config(cfg: Config) -> None:
         raise UserError(f"--value-embeds {cfg.value_embeds} needs {2 * cfg.value_embeds} blocks; --n-layer is {cfg.n_layer}")
     if cfg.reduce_precision == "bf16" and cfg.parallel == "ddp":
         raise UserError("--reduce-precision bf16 goes with --parallel owner, zero1, fsdp2 or fsdp3, not with ddp")
+    if cfg.head_precision == "fp8" and (cfg.n_embd % 16 or cfg.padded_vocab % 16):
+        raise UserError("--head-precision fp8 needs --n-embd and --padded-vocab that are multiples of 16")
     if cfg.keep < 2:
         raise UserError(f"--keep {cfg.keep}: at least 2 verified checkpoints are kept, since the newest can be bad")
     parse_cadence(cfg.checkpoint_every)
@@ -836,8 +840,8 @@ def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """x in float8_e4m3fn and the scale of the whole tensor: x is about x8 * scale."""
-    scale = x.abs().amax().float().clamp_min(1e-12) / 448.0
-    return (x / scale.to(x.dtype)).to(torch.float8_e4m3fn), scale
+    scale = (x.abs().amax().float().clamp_min(1e-12) / 448.0).to(x.dtype)
+    return (x / scale).to(torch.float8_e4m3fn), scale.float()
 
 
 class HeadLoss(torch.autograd.Function):
@@ -1282,7 +1286,7 @@ def save_weights(model: GPT, cfg: Config, path: Path, state: dict[str, Tensor] |
 
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     tensors = {k: v.detach().cpu().contiguous() for k, v in (state or model.state_dict()).items()}
-    save_file(tensors, temporary, metadata={"config": json.dumps(dataclasses.asdict(cfg))})
+    save_file(tensors, temporary, metadata={"config": json.dumps(public_config(cfg))})
     with open(temporary, "rb") as f:
         os.fsync(f.fileno())
     digest = sha256_file(temporary)
@@ -1371,6 +1375,23 @@ def choose_attention(cfg: Config, device: torch.device) -> str:
     raise UserError(f"--attention {cfg.attention} does not run here: {problem}")
 
 
+def public_config(cfg: Config) -> dict[str, Any]:
+    """Every field as it may be written down and shown: a command or an address can hold a password."""
+    command = "(not kept)" if cfg.on_finish else ""
+    return dataclasses.asdict(cfg) | {"on_finish": command, "mirror": re.sub("//[^/@]*@", "//", cfg.mirror)}
+
+
+def public_argv(argv: list[str]) -> list[str]:
+    """The command line, without the same."""
+    shown = [re.sub("//[^/@]*@", "//", a) for a in argv]
+    for i, a in enumerate(argv):
+        if a.startswith("--on-finish="):
+            shown[i] = "--on-finish=(not kept)"
+        elif i and argv[i - 1] == "--on-finish":
+            shown[i] = "(not kept)"
+    return shown
+
+
 def environment(cfg: Config, device: torch.device, attention: str, compiled: bool, world: int) -> dict[str, Any]:
     """What env.json says; nothing of the process environment is copied, so no token can get in."""
 
@@ -1393,7 +1414,7 @@ def environment(cfg: Config, device: torch.device, attention: str, compiled: boo
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [], "cpu": cpu,
         "threads": torch.get_num_threads(), "world_size": world, "device": device.type, "platform": platform.platform(),
         "git_commit": command("git", "rev-parse", "HEAD"), "train_gpt2_sha256": sha256_file(Path(__file__)),
-        "attention_backend": attention, "compile": compiled, "precision": cfg.precision, "argv": sys.argv[1:],
+        "attention_backend": attention, "compile": compiled, "precision": cfg.precision, "argv": public_argv(sys.argv[1:]),
     }  # fmt: skip
 
 
@@ -1416,7 +1437,7 @@ class WandbLog:
 
             settings = wandb.Settings(init_timeout=60, silent=True)
             run = wandb.init(
-                project="gpt2", name=run_dir.name, dir=str(run_dir), config=dataclasses.asdict(cfg), settings=settings,
+                project="gpt2", name=run_dir.name, dir=str(run_dir), config=public_config(cfg), settings=settings,
                 mode="offline" if cfg.wandb == "offline" else "online",
             )  # fmt: skip
             while (row := self.rows.get()) is not None:
@@ -1528,7 +1549,9 @@ class Checkpoints:
     ):  # fmt: skip
         self.cfg, self.dir, self.rank, self.world, self.device = cfg, run_dir / "checkpoints", rank, world, device
         self.group, self.attempt, self.say = group, attempt, say
-        self.pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # A new thread's CUDA device is 0: without this every rank would open a context there.
+        place = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
+        self.pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=place)
         self.future: concurrent.futures.Future[None] | None = None
         self.buffers: dict[str, Tensor] = {}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -1616,7 +1639,8 @@ class Checkpoints:
             failed = [last_line(e)]
         self.failed = failed[0]
         if self.failed:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if self.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
             self.say(f"checkpoint of step {meta['step']} could not be written: {self.failed}; earlier ones are untouched")
         self.stats["write_s"] = time.perf_counter() - began
 
@@ -1628,10 +1652,12 @@ class Checkpoints:
         manifest = {"schema": SCHEMA, "step": meta["step"], "files": files}
         write_json(temporary / "manifest.json", {**manifest, "hash": _hash_json(manifest)})
         final = self.dir / f"step-{meta['step']:06d}"
+        gone = self.dir / f".old-{final.name}-{uuid.uuid4().hex[:8]}"
         if final.exists():  # the same step again after a resume
-            self._remove(final)
+            os.replace(final, gone)
         os.replace(temporary, final)
         fsync_dir(self.dir)
+        shutil.rmtree(gone, ignore_errors=True)
         began = time.perf_counter()
         verify_checkpoint(final)
         self.stats["verify_s"] = time.perf_counter() - began
@@ -1747,7 +1773,7 @@ def find_checkpoint(cfg: Config, run_dir: Path, say: Callable[[str], None]) -> P
 
 
 # What may differ on a resume without making it another run; a change is said. Execution fields but the seed are free.
-RESUME_CHANGES = frozenset("max_steps epochs val_every spike spike_z spike_window".split())
+RESUME_CHANGES = frozenset("max_steps epochs val_every head_precision spike spike_z spike_window".split())
 
 
 def check_resume(meta: dict[str, Any], cfg: Config, fingerprint: str, say: Callable[[str], None]) -> None:
@@ -1902,14 +1928,17 @@ class Trainer:
         self.train_stream, self.val_stream = check_data(cfg)
         self.rank, self.world, self.device = setup_distributed(cfg)
         self.main = self.rank == 0
-        if cfg.head_precision == "fp8" and (self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) < (8, 9)):
+        has_fp8 = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 9)
+        if cfg.head_precision == "fp8" and (not has_fp8 or cfg.precision != "bf16"):
             self.cfg = cfg = dataclasses.replace(cfg, head_precision="same")
             if self.main:
-                print("this device has no fp8: the head runs in the precision of the rest", file=sys.stderr)
+                print("the head runs in the precision of the rest: fp8 needs bf16 and a device that has it", file=sys.stderr)
         self.accum = grad_accum_steps(cfg, self.world)
         # A gloo group of its own for checkpoint threads, and one for the main thread's small host-side exchanges.
         patience = datetime.timedelta(seconds=cfg.comm_timeout)  # new_group's own default is 30 minutes
-        self.save_group = dist.new_group(backend="gloo", timeout=patience) if self.world > 1 else None
+        # Rank 0 hashes and reads back a checkpoint while the others wait in the save group.
+        long = max(patience, datetime.timedelta(minutes=30))
+        self.save_group = dist.new_group(backend="gloo", timeout=long) if self.world > 1 else None
         self.host_group = dist.new_group(backend="gloo", timeout=patience) if self.world > 1 else None
         self.pids = [os.getpid()] * self.world
         if self.world > 1:
@@ -2020,7 +2049,7 @@ class Trainer:
         run_dir, cfg = self.run_dir, self.cfg
         try:
             write_json(run_dir / "config.json", {
-                "recipe": cfg.recipe, "config": dataclasses.asdict(cfg), "config_hash": config_hash(cfg),
+                "recipe": cfg.recipe, "config": public_config(cfg), "config_hash": config_hash(cfg),
                 "learning_hash": learning_hash(cfg), "val_protocol": self.protocol, "data": self.data_record(),
             })  # fmt: skip
             write_json(run_dir / "env.json", environment(cfg, self.device, attention, compiled, self.world))
@@ -2205,7 +2234,7 @@ class Trainer:
     def meta(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA, "step": self.step, "tokens": self.tokens, "data_position": self.tokens,
-            "config": dataclasses.asdict(self.cfg), "fingerprint": self.fingerprint, "world_size": self.world,
+            "config": public_config(self.cfg), "fingerprint": self.fingerprint, "world_size": self.world,
             "train_s": self.train_s, "val_s": self.val_s, "stall_s": self.stall_s, "val_loss": self.val_loss,
             "best_val_loss": self.best_val_loss, "train_loss": self.train_loss, "spike_rows": self.spike_rows,
             "val_step": self.val_step, "last_spike": self.last_spike, "scaler": self.scaler.state_dict(),
@@ -2336,10 +2365,13 @@ class Trainer:
         """Until the device has passed the event; a device that does not answer in time means a lost rank."""
         if event is None:
             return
-        deadline = time.monotonic() + self.cfg.comm_timeout
+        began = looked = time.monotonic()
         while not event.query():
-            if self.world > 1 and time.monotonic() > deadline:
-                raise TimeoutError(f"no answer from the device within {self.cfg.comm_timeout:.0f} s")
+            now = time.monotonic()
+            if self.world > 1 and now > looked + 1:  # NCCL's kernels spin on when a rank dies; torchrun gives us 30 s
+                looked = now
+                if (lost := lost_ranks(self.pids)) or now > began + self.cfg.comm_timeout:
+                    raise TimeoutError(lost or f"no answer from the device within {self.cfg.comm_timeout:.0f} s")
             time.sleep(0.0005)
 
     def run(self) -> Exit:
@@ -2403,6 +2435,8 @@ class Trainer:
             for micro in range(self.accum):
                 x, y = next(batches)
                 losses += self.backward(x, y, last=micro == self.accum - 1)
+                if micro == 1 and pending is not None and self.world > 1:
+                    self.wait_for(pending[2])  # a full launch queue would block before a lost rank is noticed
             # What all ranks must agree on travels with the loss: a signal to stop, a wish to save, the time being up.
             due = cadence in ("auto", "seconds") and time.perf_counter() - last_save > (every or interval)
             wishes = [
@@ -2554,19 +2588,24 @@ def explain_out_of_memory(trainer: Trainer) -> str:
     )
 
 
-def name_lost_rank(trainer: Trainer) -> str:
-    """Which rank is gone, stopped, or gives no sign of life. All ranks are processes of this machine."""
-    time.sleep(0.5)  # a process closes its connections a little before it is gone
+def lost_ranks(pids: list[int]) -> str:
+    """Which ranks are gone or stopped, if any. All ranks are processes of this machine."""
     said = []
-    for rank, pid in enumerate(trainer.pids):
+    for rank, pid in enumerate(pids):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except OSError:
             state = "X"
         if state in "ZXTt":
             said.append(f"rank {rank} (process {pid}) is {'dead' if state in 'ZX' else 'stopped'}")
-    if said:
-        return ", ".join(said)
+    return ", ".join(said)
+
+
+def name_lost_rank(trainer: Trainer) -> str:
+    """Which rank is gone, stopped, or gives no sign of life."""
+    time.sleep(0.5)  # a process closes its connections a little before it is gone
+    if said := lost_ranks(trainer.pids):
+        return said
     try:
         dist.monitored_barrier(trainer.host_group, timeout=datetime.timedelta(seconds=5), wait_all_ranks=True)
     except RuntimeError as e:
@@ -2592,15 +2631,23 @@ def train(cfg: Config) -> tuple[Exit, str, Path | None]:
     except torch.OutOfMemoryError:
         code, reason, line = Exit.OUT_OF_MEMORY, "out_of_memory", explain_out_of_memory(trainer)
     except (TimeoutError, RuntimeError) as e:
-        if trainer.world == 1 or not re.search("Dist|gloo|nccl|peer|pipe|timed? ?out", f"{type(e).__name__} {e}", re.I):
+        lost_peer = re.search("gloo|NCCL|by peer|roken pipe|[Tt]imed? ?out", str(e))
+        if trainer.world == 1 or not (lost_peer or isinstance(e, (TimeoutError, dist.DistError))):
             raise
         code, reason = Exit.PEER_LOST, "peer_lost"
         first = str(e).splitlines()[0][:160]
         lost = f"rank {trainer.rank} lost another rank at step {trainer.step + 1}: {name_lost_rank(trainer)} ({first})"
         print(f"error: {lost}", file=sys.stderr, flush=True)  # by every rank: rank 0 may be the one
+    except OSError as e:  # TimeoutError is one too, and was taken above
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+            raise
+        code, reason, line = Exit.DISK, "disk", f"{trainer.run_dir} cannot be written: {e.strerror}; checkpoints stand"
     if code != Exit.PEER_LOST and hasattr(trainer, "checkpoints"):
         trainer.checkpoints.close()
-    trainer.finish(code, reason)
+    try:
+        trainer.finish(code, reason)
+    except OSError as e:
+        code, line = Exit.DISK, f"{trainer.run_dir} cannot be written: {e.strerror}; checkpoints stand"
     return code, line, trainer.run_dir
 
 
@@ -2619,6 +2666,9 @@ def main(argv: list[str]) -> int:
         code = Exit.BAD_INPUT
         if rank == 0:
             print(f"error: {e}", file=sys.stderr, flush=True)
+    except Exception:  # a bug; a rented machine must still get its --on-finish
+        code = Exit.FAILED
+        traceback.print_exc()
     if rank == 0 and cfg is not None and cfg.on_finish and code != Exit.BAD_INPUT:
         wanted = {"always": True, "success": code == Exit.OK, "failure": code != Exit.OK}[cfg.on_finish_when]
         if wanted:
