@@ -215,7 +215,7 @@ RECIPES: dict[str, Config] = {
         optimizer="muon", muon_lr=0.03, muon_momentum_warmup=20, muon_beta2=0.95, muon_wd=0.1,
         lr=0.005, embed_lr=0.3, head_lr=0.005, scalar_lr=0.02, beta1=0.8, beta2=0.95, eps=1e-10, weight_decay=0.0, clip=0.0,
         schedule="linear", warmup_steps=0, warmdown_frac=0.6, final_lr_frac=0.05,
-        batch_tokens=1_024, micro_batch=4, max_steps=120, val_every=40, val_tokens=16_384, val_batch=8, precision="fp32",
+        batch_tokens=1_024, micro_batch=4, max_steps=108, val_every=54, val_tokens=16_384, val_batch=8, precision="fp32",
     ),
 }
 
