@@ -25,7 +25,7 @@ from harness.common import TRAINER, UserError
 
 # A short speedrun on 0.1B tokens: small batches learn most per token at this length.
 SPEEDRUN_FLAGS = (
-    "--batch-tokens 65536 --max-steps 1536 --val-every 0 --val-tokens 1835008 --epochs 2 "
+    "--batch-tokens 65536 --micro-batch 64 --max-steps 1536 --val-every 256 --val-tokens 1835008 --epochs 2 "
     "--muon-lr 0.02 --muon-momentum-warmup 300 --checkpoint-every 0"
 )
 SHORT = "--val-every 0 --val-tokens 65536 --val-batch 16 --checkpoint-every 0 --epochs 4"
@@ -109,7 +109,7 @@ class Bench:
 
     def checkpoint(self) -> dict[str, Any]:
         """The longest step with a save against the median step, over at least ten saves of the full model."""
-        run = self.train("checkpoint", "speedrun", f"{SHORT} --max-steps 144 --batch-tokens 65536 --checkpoint-every 12")
+        run = self.train("checkpoint", "speedrun", f"{SHORT} --max-steps 144 --batch-tokens 65536 --micro-batch 64 --checkpoint-every 12")
         rows = [r for r in run["rows"] if r["kind"] == "train"]
         saved = {s + 1 for s in range(12, 144, 12)}  # the step that runs while the copy is made
         with_save = [r["step_ms"] + r.get("save_ms", 0.0) for r in rows if r["step"] in saved]
