@@ -109,7 +109,8 @@ class Bench:
 
     def checkpoint(self) -> dict[str, Any]:
         """The longest step with a save against the median step, over at least ten saves of the full model."""
-        run = self.train("checkpoint", "speedrun", f"{SHORT} --max-steps 144 --batch-tokens 65536 --micro-batch 64 --checkpoint-every 12")
+        flags = "--max-steps 144 --batch-tokens 65536 --micro-batch 64 --checkpoint-every 12"
+        run = self.train("checkpoint", "speedrun", f"{SHORT} {flags}")
         rows = [r for r in run["rows"] if r["kind"] == "train"]
         saved = {s + 1 for s in range(12, 144, 12)}  # the step that runs while the copy is made
         with_save = [r["step_ms"] + r.get("save_ms", 0.0) for r in rows if r["step"] in saved]
