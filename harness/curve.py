@@ -27,6 +27,7 @@ def draw(run_dirs: Sequence[Path], stem: Path, target: float | None = None) -> t
 
     The loss axis is logarithmic: the last hundredths, which decide, stay visible beside the first steps.
     """
+    import numpy as np
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
@@ -56,6 +57,10 @@ def draw(run_dirs: Sequence[Path], stem: Path, target: float | None = None) -> t
     if target is not None:
         axes.axhline(target, color="0.4", ls="--", lw=1, label=f"target {target:.4g}")
     axes.set_yscale("log")
+    # A text that repeats itself gives single steps of very low loss: the axis follows the other 99 in 100.
+    shown = [y for line in axes.get_lines() for y in np.asarray(line.get_ydata(), dtype=float) if np.isfinite(y)]
+    if shown:
+        axes.set_ylim(0.97 * float(np.percentile(shown, 1)), 1.03 * max(shown))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
