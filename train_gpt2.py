@@ -1289,6 +1289,7 @@ def save_weights(model: GPT, cfg: Config, path: Path, state: dict[str, Tensor] |
     save_file(tensors, temporary, metadata={"config": json.dumps(public_config(cfg))})
     with open(temporary, "rb") as f:
         os.fsync(f.fileno())
+    os.chmod(temporary, 0o644)  # safetensors makes it readable by its owner alone
     digest = sha256_file(temporary)
     os.replace(temporary, path)
     fsync_dir(path.parent)
@@ -2264,6 +2265,8 @@ class Trainer:
         self.restore_s = time.perf_counter() - began
         self.say(f"resumed from {self.resume_from} at step {self.step}")
         if self.step >= self.cfg.max_steps:
+            if self.step > self.cfg.max_steps:
+                raise UserError(f"{self.resume_from} is past --max-steps {self.cfg.max_steps}; ask for {self.step} steps or more")
             self.say(f"the run is complete at {self.step} steps; nothing to train")
         if self.resume_from.parent == self.checkpoints.dir:
             self.checkpoints.verified.add(self.resume_from.name)
@@ -2622,7 +2625,8 @@ def train(cfg: Config) -> tuple[Exit, str, Path | None]:
         code = trainer.run()
         if code == Exit.STOPPED:
             by = trainer.stop_signal or "on another rank"
-            reason, line = "stopped", f"stopped by signal {by}; saved at step {trainer.step}; go on with --resume"
+            how = f"go on with the same flags and --run-dir {trainer.run_dir} --resume"
+            reason, line = "stopped", f"stopped by signal {by}; saved at step {trainer.step}; {how}"
         elif trainer.step < cfg.max_steps:
             reason, line = "max_minutes", f"stopped after {trainer.train_s / 60:.1f} minutes of training at step {trainer.step}"
     except Halt as e:

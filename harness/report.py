@@ -222,7 +222,7 @@ def describe_run(run: Run, index: int, samples: int) -> dict[str, Any]:
         "time_split": time_split(run),
         **step_split(profile),
         "memory": describe_memory(run, profile),
-        "hellaswag": [describe_hellaswag(read_json(p)) for p in sorted(run.path.glob("hellaswag-*.json"))],
+        "hellaswag": [describe_hellaswag(score) for _, score in hellaswag_scores(run)],
         "samples": generated_text(run, samples) if samples else [],
         "command": command(run),
         "environment": [(k, shown(v)) for k, v in run.env.items() if k not in ("schema", "argv")],
@@ -286,6 +286,13 @@ def describe_memory(run: Run, profile: dict[str, Any] | None) -> dict[str, str]:
     elif params:
         parts += [f"{human_count(params)} parameters: {4 * params / 1e9:.2f} GB of fp32 weights, as much of gradients"]
     return {"peak": f"{peak / 1e9:.2f} GB" if peak else "not measured on a CPU", "text": "; ".join(parts)}
+
+
+def hellaswag_scores(run: Run) -> list[tuple[Path, dict[str, Any]]]:
+    """Saved scores of the weights that the run has now; those of earlier weights are left out."""
+    weights = run.result.get("weights_sha256")
+    scores = [(path, read_json(path)) for path in sorted(run.path.glob("hellaswag-*.json"))]
+    return [(path, score) for path, score in scores if score.get("model", {}).get("weights_sha256", weights) == weights]
 
 
 def describe_hellaswag(score: dict[str, Any]) -> dict[str, Any]:
@@ -629,8 +636,7 @@ def attach_to_wandb(run: Run, page: Path, mode: Any) -> None:
         mode=mode,
         settings=wandb.Settings(init_timeout=30, silent=True),
     )
-    for path in sorted(run.path.glob("hellaswag-*.json")):
-        score = read_json(path)
+    for path, score in hellaswag_scores(run):
         for key in ("acc", "acc_norm", "acc_norm_stderr"):
             session.summary[f"{path.stem}/{key}"] = score[key]
     # After the last step, or the server would drop it as older than what it has.
