@@ -2689,6 +2689,5 @@ def main(argv: list[str]) -> int:
     return status
 
 
-
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -126,3 +126,14 @@ def positive(text: str) -> int:
 def read_summary(path: Path) -> dict[str, Any] | None:
     """A result written by `write_json`, or None if there is none."""
     return read_json(path) if path.is_file() else None
+
+
+def save_picture(figure: Any, path: Path) -> list[Path]:
+    """Writes a matplotlib figure as PNG and SVG beside each other and closes it; returns their paths."""
+    import matplotlib.pyplot as plt
+
+    written = [path.with_suffix(s) for s in (".png", ".svg")]
+    for file in written:
+        figure.savefig(file, dpi=150)
+    plt.close(figure)
+    return written

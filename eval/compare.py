@@ -149,11 +149,7 @@ def draw(a: Path, b: Path, rows: list[dict[str, Any]], path: Path) -> list[Path]
     right.set_yticks(range(len(shown)), [r["name"] for r in shown])
     right.set(xlabel=f"{b.name} minus {a.name}, in standard errors (95% interval)", ylim=(-0.5, max(len(shown), 1) - 0.5))
     right.invert_yaxis()
-    written = [path.with_suffix(s) for s in (".png", ".svg")]
-    for file in written:
-        figure.savefig(file, dpi=150)
-    plt.close(figure)
-    return written
+    return common.save_picture(figure, path)
 
 
 def compare(a: Path, b: Path) -> dict[str, Any]:

@@ -218,11 +218,7 @@ def draw_positions(curves: dict[str, Sequence[float | None]], path: Path) -> lis
     axes.set_title("Validation loss against position")
     axes.grid(alpha=0.3)
     axes.legend()
-    written = [path.with_suffix(s) for s in (".png", ".svg")]
-    for file in written:
-        figure.savefig(file, dpi=150)
-    plt.close(figure)
-    return written
+    return common.save_picture(figure, path)
 
 
 @dataclass(frozen=True)
