@@ -89,9 +89,12 @@ Precision = Literal["bf16", "fp32", "fp16"]
 Toggle = Literal["auto", "on", "off"]
 
 
-def opt(default: Any, text: str) -> Any:
-    """A config field with its help line."""
-    return field(default=default, metadata={"help": text})
+BELOW_1, ABOVE_0 = 1 - 1e-7, 1e-6
+
+
+def opt(default: Any, text: str, low: float = 0, high: float = sys.float_info.max) -> Any:
+    """A config field with its help line and, for a number, what it must lie between."""
+    return field(default=default, metadata={"help": text, "low": low, "high": high})
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,11 @@ class Config:
     data: str = opt("data/fineweb10B", "folder of token shards, *_train_*.bin and *_val_*.bin")
     seed: int = opt(1337, "seed of the initial weights")
     # Model.
-    n_layer: int = opt(12, "number of blocks")
-    n_head: int = opt(12, "attention heads")
-    n_embd: int = opt(768, "width")
-    seq_len: int = opt(1024, "context length T in tokens")
-    vocab_size: int = opt(50257, "real token ids; loss, evaluation and sampling see these only")
+    n_layer: int = opt(12, "number of blocks", low=1)
+    n_head: int = opt(12, "attention heads", low=1)
+    n_embd: int = opt(768, "width", low=1)
+    seq_len: int = opt(1024, "context length T in tokens", low=1)
+    vocab_size: int = opt(50257, "real token ids; loss, evaluation and sampling see these only", low=1)
     padded_vocab: int = opt(50304, "rows of embedding and head, padded for speed; the padding is masked out")
     position: Literal["learned", "rotary", "none"] = opt("learned", "position encoding")
     norm: Literal["layer", "rms"] = opt("layer", "LayerNorm with weights, or RMSNorm without")
@@ -116,7 +119,7 @@ class Config:
     tied_head: bool = opt(True, "output head shares the token embedding")
     qk_norm: bool = opt(False, "RMSNorm on queries and keys")
     zero_init: bool = opt(False, "projections back to the residual stream, and an untied head, start at zero")
-    softcap: float = opt(0.0, "logits become c*tanh(logits/c); 0: off")
+    softcap: float = opt(0.0, "logits become c*tanh(logits/c); 0: off", high=80)  # exp(-c) must not vanish in fp32
     attn_scale: float = opt(0.0, "scale of attention scores; 0: 1/sqrt(head width)")
     x0_mix: bool = opt(False, "every block sees a learned mix of its input and the token embedding")
     value_embeds: int = opt(0, "token-embedding tables added to the values of the first and last n blocks")
@@ -126,32 +129,32 @@ class Config:
     # Optimizer.
     optimizer: Literal["adamw", "muon"] = opt("adamw", "muon: Muon for matrices inside blocks, AdamW for the rest")
     muon_lr: float = opt(0.02, "Muon learning rate, times sqrt(max(1, rows/cols))")
-    muon_momentum: float = opt(0.95, "Muon (Nesterov) momentum")
+    muon_momentum: float = opt(0.95, "Muon (Nesterov) momentum", high=BELOW_1)
     muon_momentum_warmup: int = opt(0, "steps over which momentum rises from 0.85")
-    muon_beta2: float = opt(0.0, "NorMuon: decay of the per-row second moment; 0: plain Muon")
+    muon_beta2: float = opt(0.0, "NorMuon: decay of the per-row second moment; 0: plain Muon", high=BELOW_1)
     muon_wd: float = opt(0.0, "cautious weight decay of Muon: only where it agrees with the update; times lr")
     lr: float = opt(6e-4, "AdamW learning rate of matrices outside Muon")
     embed_lr: float = opt(6e-4, "AdamW learning rate of embeddings")
     head_lr: float = opt(6e-4, "AdamW learning rate of an untied head")
     scalar_lr: float = opt(6e-4, "AdamW learning rate of biases, norms, gates and scalars")
-    beta1: float = opt(0.9, "AdamW beta1")
-    beta2: float = opt(0.95, "AdamW beta2")
+    beta1: float = opt(0.9, "AdamW beta1", high=BELOW_1)
+    beta2: float = opt(0.95, "AdamW beta2", high=BELOW_1)
     eps: float = opt(1e-8, "AdamW epsilon")
     weight_decay: float = opt(0.1, "AdamW weight decay of matrices and embeddings, times lr")
     clip: float = opt(1.0, "global gradient-norm clip; 0: off")
     schedule: Literal["constant", "linear", "cosine"] = opt("cosine", "after warm-up; linear: constant, then warmdown")
     warmup_steps: int = opt(700, "linear warm-up of the learning rate")
-    warmdown_frac: float = opt(0.0, "last part of the steps over which `linear` decays")
-    final_lr_frac: float = opt(0.0, "learning rate at the end, as a part of its peak")
+    warmdown_frac: float = opt(0.0, "last part of the steps over which `linear` decays", high=1)
+    final_lr_frac: float = opt(0.0, "learning rate at the end, as a part of its peak", high=1)
     # Budget and data.
-    batch_tokens: int = opt(524_288, "tokens per optimizer step over all ranks")
-    micro_batch: int = opt(64, "sequences per forward on one rank")
-    max_steps: int = opt(19_560, "optimizer steps")
+    batch_tokens: int = opt(524_288, "tokens per optimizer step over all ranks", low=1)
+    micro_batch: int = opt(64, "sequences per forward on one rank", low=1)
+    max_steps: int = opt(19_560, "optimizer steps", low=1)
     max_minutes: float = opt(0.0, "stop after this much training time; 0: no limit")
-    epochs: int = opt(1, "passes over the train shards allowed; running out is an error before training")
+    epochs: int = opt(1, "passes over the train shards allowed; running out is an error before training", low=1)
     val_every: int = opt(250, "validate every so many steps, and at the end; 0: at the end only")
     val_tokens: int = opt(10_485_760, "validation tokens, the first of the val shards")
-    val_batch: int = opt(64, "sequences per validation forward on one rank")
+    val_batch: int = opt(64, "sequences per validation forward on one rank", low=1)
     # Execution.
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "auto: cuda where there is one")
     precision: Precision = opt("bf16", "arithmetic of the forward and backward; weights and sums stay fp32")
@@ -162,25 +165,25 @@ class Config:
         "owner", "several ranks. ddp: all replicated. owner: one rank updates each Muon matrix. zero1: AdamW too. fsdp2, fsdp3: "
         "weights sharded as well, by FSDP2 that keeps or frees them between forward and backward"
     )
-    ddp_bucket_mb: int = opt(25, "DDP gradient bucket size in MB")
+    ddp_bucket_mb: int = opt(25, "DDP gradient bucket size in MB", low=1)
     reduce_precision: Literal["fp32", "bf16"] = opt("fp32", "type in which gradients travel between ranks (not with ddp)")
     recompute: Literal["off", "selective", "block"] = opt(
         "off", "activations computed again in the backward pass. selective: never attention, every second matrix product"
     )
     threads: int = opt(0, "CPU threads per rank, recorded; 0: all cores over the ranks")
     deterministic: bool = opt(False, "bit-equal repetition on CUDA, at some cost in speed")
-    comm_timeout: float = opt(120.0, "seconds without an answer after which a rank counts as lost")
+    comm_timeout: float = opt(120.0, "seconds without an answer after which a rank counts as lost", low=ABOVE_0)
     # Checkpoints and logging.
     checkpoint_every: str = opt("auto", "steps (100), minutes (10m), 0 for off, or auto: by save cost and failure rate")
-    keep: int = opt(2, "verified checkpoints kept, at least 2")
+    keep: int = opt(2, "verified checkpoints kept, at least 2", low=2)
     resume: str = opt("", "newest (also a bare --resume), auto (start afresh if there is none), a step, or a path")
     mirror: str = opt("", "copy checkpoints to this folder or fsspec URI (s3://...), verified")
-    mtbf_hours: float = opt(24.0, "mean time between failures of one device, for checkpoint_every=auto")
+    mtbf_hours: float = opt(24.0, "mean time between failures of one device, for checkpoint_every=auto", low=ABOVE_0)
     spot_mtbf_hours: float = opt(0.0, "mean time between preemptions of the whole machine; 0: not a spot machine")
     on_save_error: Literal["continue", "stop"] = opt("continue", "when a checkpoint cannot be written")
     spike: Literal["off", "skip", "halt"] = opt("off", "loss or gradient-norm spike: skip the update, or save and halt")
     spike_z: float = opt(6.0, "z-score over the window that counts as a spike")
-    spike_window: int = opt(128, "steps in the spike window")
+    spike_window: int = opt(128, "steps in the spike window", low=1)
     wandb: Literal["off", "online", "offline"] = opt("off", "also log to Weights & Biases")
     on_finish: str = opt("", "shell command run once at the end, when all results are durably written")
     on_finish_when: Literal["always", "success", "failure"] = opt("always", "which ends run --on-finish")
@@ -188,10 +191,9 @@ class Config:
 
 # Fields that say how or where a run executes, not what it learns.
 EXECUTION_FIELDS = frozenset(
-    "run_dir seed device compile attention parallel ddp_bucket_mb recompute threads deterministic comm_timeout micro_batch "
-    "val_batch "
-    "checkpoint_every keep resume mirror mtbf_hours spot_mtbf_hours on_save_error wandb on_finish on_finish_when "
-    "data max_minutes".split()
+    "run_dir seed data device compile attention parallel ddp_bucket_mb recompute threads deterministic comm_timeout micro_batch "
+    "val_batch checkpoint_every keep resume mirror mtbf_hours spot_mtbf_hours on_save_error wandb on_finish on_finish_when "
+    "max_minutes".split()
 )
 
 RECIPES: dict[str, Config] = {
@@ -236,32 +238,27 @@ def _boolean(text: str) -> bool:
 def build_parser() -> argparse.ArgumentParser:
     """The command line: a recipe, then any field of Config as a flag."""
     parser = _OneLineParser(
-        prog="train_gpt2.py", allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="train_gpt2.py", allow_abbrev=False, description=__doc__, argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", choices=list(RECIPES), help="preset of all the values below")
     hints = get_type_hints(Config)
-    for f in dataclasses.fields(Config):
-        if f.name == "recipe":
-            continue
-        kind = hints[f.name]
-        defaults = {name: getattr(cfg, f.name) for name, cfg in RECIPES.items()}
-        same = len(set(map(str, defaults.values()))) == 1
-        shown = defaults["gpt2"] if same else " ".join(f"{k}:{v}" for k, v in defaults.items())
-        more: dict[str, Any] = {"type": kind}
-        if get_args(kind):
-            more = {"choices": get_args(kind)}
-        elif kind is bool:
+    for f in dataclasses.fields(Config)[1:]:
+        kind, values = hints[f.name], {name: getattr(cfg, f.name) for name, cfg in RECIPES.items()}
+        shown = values["gpt2"] if len(set(values.values())) == 1 else " ".join(f"{k}:{v}" for k, v in values.items())
+        more: dict[str, Any] = {"choices": get_args(kind)} if get_args(kind) else {"type": kind}
+        if kind is bool:
             more = {"type": _boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
         elif f.name == "resume":
             more = {"nargs": "?", "const": "newest"}
         text = f"{f.metadata['help']} [{shown}]".replace("%", "%%")
-        parser.add_argument(f"--{f.name.replace('_', '-')}", default=None, help=text, **more)
+        parser.add_argument(f"--{f.name.replace('_', '-')}", help=text, **more)
     return parser
 
 
 def parse_args(argv: list[str]) -> Config:
     """Command line to Config. Raises UserError for anything that does not fit."""
-    given = {k: v for k, v in vars(build_parser().parse_args(argv)).items() if v is not None}
+    given = vars(build_parser().parse_args(argv))
     cfg = dataclasses.replace(RECIPES[given.pop("recipe")], **given)
     check_config(cfg)
     return cfg
@@ -269,27 +266,16 @@ def parse_args(argv: list[str]) -> Config:
 
 def check_config(cfg: Config) -> None:
     """Refuses a config that cannot run, before anything is written. Raises UserError."""
-    at_least_1 = "n_layer n_head n_embd seq_len batch_tokens micro_batch max_steps val_batch epochs".split()
-    at_least_1 += ["ddp_bucket_mb", "spike_window"]
-    for name, value in dataclasses.asdict(cfg).items():
-        flag = f"--{name.replace('_', '-')}"
-        if name in at_least_1 and value < 1:
-            raise UserError(f"{flag} must be at least 1, not {value}")
-        if isinstance(value, (int, float)) and not (value >= 0 and math.isfinite(value)):
-            raise UserError(f"{flag} must be a number that is not negative, not {value}")
-        if name in ("beta1", "beta2", "muon_momentum", "muon_beta2") and value >= 1:
-            raise UserError(f"{flag} must be below 1, not {value}")
-        if name in ("warmdown_frac", "final_lr_frac") and value > 1:
-            raise UserError(f"{flag} is a part of the whole, at most 1, not {value}")
-        if name in ("mtbf_hours", "comm_timeout") and not value:
-            raise UserError(f"{flag} must be above 0")
-    if cfg.softcap > 80:  # exp(-softcap) must not vanish in fp32
-        raise UserError(f"--softcap {cfg.softcap} is above 80; use 0 for no cap")
+    for f in dataclasses.fields(Config):
+        value, low, high = getattr(cfg, f.name), f.metadata["low"], f.metadata["high"]
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            limits = f"at least {low:g}" + (f" and at most {high:.7g}" if high < sys.float_info.max else "")
+            raise UserError(f"--{f.name.replace('_', '-')} must be a number of {limits}, not {value}")
     if (cfg.attn_gate or cfg.smear) and cfg.n_embd < 12:
         raise UserError(f"--n-embd {cfg.n_embd}: the gates of --attn-gate and --smear read 12 channels")
     if cfg.n_embd % cfg.n_head or (cfg.n_embd // cfg.n_head) % 4:
         raise UserError(f"--n-embd {cfg.n_embd} must be a multiple of 4 times --n-head {cfg.n_head}")
-    if not 0 < cfg.vocab_size <= cfg.padded_vocab:
+    if cfg.vocab_size > cfg.padded_vocab:
         raise UserError(f"--vocab-size {cfg.vocab_size} must be at most --padded-vocab {cfg.padded_vocab}")
     if cfg.val_tokens < cfg.seq_len or cfg.val_tokens % cfg.seq_len:
         raise UserError(f"--val-tokens {cfg.val_tokens} must be a multiple of --seq-len {cfg.seq_len}")
@@ -299,8 +285,6 @@ def check_config(cfg: Config) -> None:
         raise UserError("--reduce-precision bf16 goes with --parallel owner, zero1, fsdp2 or fsdp3, not with ddp")
     if cfg.head_precision == "fp8" and (cfg.n_embd % 16 or cfg.padded_vocab % 16):
         raise UserError("--head-precision fp8 needs --n-embd and --padded-vocab that are multiples of 16")
-    if cfg.keep < 2:
-        raise UserError(f"--keep {cfg.keep}: at least 2 verified checkpoints are kept, since the newest can be bad")
     parse_cadence(cfg.checkpoint_every)
 
 
