@@ -23,6 +23,7 @@ import datetime
 import enum
 import errno
 import fcntl
+import functools
 import hashlib
 import io
 import json
@@ -52,6 +53,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 SCHEMA = 1  # version in every JSON file of a run; a reader that meets another says so
 EOT = 50256  # <|endoftext|>, which starts every document
@@ -947,14 +949,15 @@ def whole(t: Tensor) -> Tensor:
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
-def write_shard(t: Tensor, full: Tensor) -> None:
-    """Copies a whole tensor into a sharded one, each rank its own part."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+def shard_like(part: Tensor, t: Any) -> Tensor:
+    """`part` as this rank's part of a tensor that is sharded like t; as it is where t is not sharded."""
+    if local(t) is t:
+        return part
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
 
-    if isinstance(t, DTensor):
-        local(t).copy_(distribute_tensor(full, t.device_mesh, t.placements, src_data_rank=None).to_local())
-    else:
-        t.copy_(full)
+    mesh = t.device_mesh if part.device.type == t.device_mesh.device_type else init_device_mesh("cpu", t.device_mesh.shape)
+    return DTensor.from_local(part, mesh, t.placements, run_check=False, shape=t.shape, stride=t.stride())
 
 
 MUON_WEIGHTS = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight")
@@ -994,98 +997,87 @@ class Optimizer:
     def __init__(self, model: GPT, cfg: Config, rank: int, world: int, compiled: bool):
         self.cfg, self.rank, self.world = cfg, rank, world
         self.params = dict(model.named_parameters())
-        self.reduces = world > 1 and cfg.parallel != "ddp"
-        self.sharded = {n: p for n, p in self.params.items() if hasattr(p, "to_local")}
+        self.sharded = [n for n, p in self.params.items() if local(p) is not p]
         shapes = {n: matrices(n, torch.empty(p.shape, device="meta")).shape for n, p in self.params.items() if is_muon(n, cfg)}
-        muon_cost = {n: float(shape.numel() * min(shape[1:])) for n, shape in shapes.items()}
-        adam_cost = {n: float(p.numel()) for n, p in self.params.items() if n not in muon_cost}
         self.owner: dict[str, int] = {}  # parameters with one owner; the others are updated by every rank
+        self.reduces = world > 1 and cfg.parallel != "ddp"
         if self.reduces:
-            self.owner |= assign_owners(muon_cost, world)
+            self.owner |= assign_owners({n: float(shape.numel() * min(shape[1:])) for n, shape in shapes.items()}, world)
         if self.reduces and cfg.parallel == "zero1":
-            self.owner |= assign_owners(adam_cost, world)
-        mine: dict[str, Tensor] = {n: p for n, p in self.params.items() if self.owner.get(n, rank) == rank}
-        mine |= {n: local(p.detach()) for n, p in mine.items() if n in self.sharded and n not in muon_cost}
+            self.owner |= assign_owners({n: float(p.numel()) for n, p in self.params.items() if n not in shapes}, world)
+        mine = [n for n in self.params if self.owner.get(n, rank) == rank]
+        self.state_tensors: dict[str, Tensor] = {}
 
         # Muon: matrices of one shape are one stack; momentum lives as the stack.
+        self.muon = list(shapes)
         self.stacks: dict[tuple[int, ...], list[str]] = {}
-        for name in muon_cost:
+        for name in self.muon:
             if name in mine:
                 self.stacks.setdefault(tuple(shapes[name][1:]), []).append(name)
         self.momentum, self.second = {}, {}
         for shape, names in self.stacks.items():
-            count = sum(shapes[n][0] for n in names)
-            device = mine[names[0]].device
-            self.momentum[shape] = torch.zeros(count, *shape, device=device)
-            self.second[shape] = torch.zeros(count, shape[0], 1, device=device) if cfg.muon_beta2 else None
+            counts, device = [shapes[n][0] for n in names], self.params[names[0]].device
+            self.momentum[shape] = torch.zeros(sum(counts), *shape, device=device)
+            self.second[shape] = torch.zeros(sum(counts), shape[0], 1, device=device) if cfg.muon_beta2 else None
+            for kind, stack in (("momentum", self.momentum[shape]), ("second", self.second[shape])):
+                parts = [] if stack is None else stack.split(counts)
+                self.state_tensors |= {f"{kind}.{n}": part.flatten(0, 1) for n, part in zip(names, parts)}
         self.muon_update = torch.compile(muon_update, fullgraph=True, dynamic=False) if compiled else muon_update
 
-        # AdamW: torch's own fused one, a group for each learning rate and decay. Its state is made here and now, so that
-        # a checkpoint can be loaded into it.
-        groups: dict[tuple[float, float], list[Tensor]] = {}
-        self.adam_params = {n: mine[n] for n in adam_cost if n in mine}
-        for name, p in self.adam_params.items():
+        # AdamW: torch's own fused one, called once for each learning rate and decay.
+        self.adam_groups: dict[tuple[float, float], list[str]] = {}
+        for name in (n for n in mine if n not in shapes):
+            p = self.params[name]
             matrix = p.ndim >= 2 and not name.endswith("gate.weight")
             lr = cfg.lr if matrix else cfg.scalar_lr
             if name.startswith(("wte", "wpe", "value_tables")):
                 lr = cfg.embed_lr
             elif name.startswith("head"):
                 lr = cfg.head_lr
-            groups.setdefault((lr, cfg.weight_decay if matrix else 0.0), []).append(p)
-        self.adam: torch.optim.AdamW | None = None
-        if groups:
-            settings = [{"params": ps, "lr": lr, "base_lr": lr, "weight_decay": wd} for (lr, wd), ps in groups.items()]
-            self.adam = torch.optim.AdamW(settings, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
-            for group in self.adam.param_groups:
-                for p in group["params"]:
-                    step = torch.zeros((), dtype=torch.float32, device=p.device)
-                    self.adam.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            self.adam_groups.setdefault((lr, cfg.weight_decay if matrix else 0.0), []).append(name)
+            self.state_tensors[f"step.{name}"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                self.state_tensors[f"{kind}.{name}"] = shard_like(torch.zeros_like(local(p.detach())), p)
 
         # Gradient reduction in the backward pass, in one fixed order: last parameter first. Small ones go together.
         self.works: list[tuple[Any, Tensor, Tensor]] = []
-        self.order = [n for n in reversed(self.params) if self.params[n].numel() >= 65_536 and n not in self.sharded]
-        self.small = [n for n in self.params if self.params[n].numel() < 65_536 and n not in self.sharded]
+        here = [n for n in self.params if n not in self.sharded]
+        self.large, self.small = ([n for n in here if (self.params[n].numel() >= 65_536) == size] for size in (True, False))
+        self.waiting = self.large.copy()
         self.ready: set[str] = set()
-        self.next = 0
         self.sync = True  # off for all but the last micro-step
-        if self.reduces:
-            for name in self.order:
-                self.params[name].register_post_accumulate_grad_hook(self._hook(name))
-
-    def _hook(self, name: str) -> Callable[[Tensor], None]:
-        def run(_: Tensor) -> None:
-            if not self.sync:
-                return
-            self.ready.add(name)
-            while self.next < len(self.order) and self.order[self.next] in self.ready:
-                self._reduce(self.order[self.next])
-                self.next += 1
-
-        return run
+        for name in self.large if self.reduces else []:
+            self.params[name].register_post_accumulate_grad_hook(functools.partial(self._gradient_complete, name))
+        # The norm counts every parameter once: parts and owned ones where they are, replicated ones as a world-th on each rank.
+        alone = [n for n in here if self.owner.get(n) == rank] + self.sharded
+        self.norm_parts = [(alone, 1), ([n for n in here if n not in self.owner], world)]
+        self.scaled = [n for n in self.params if n in mine or n in self.sharded]
 
     def grad(self, name: str) -> Tensor:
         grad = self.params[name].grad
         assert grad is not None, f"{name} got no gradient"
         return grad
 
-    def _reduce(self, name: str) -> None:
-        grad = self.grad(name)
-        sent = grad.bfloat16() if self.cfg.reduce_precision == "bf16" else grad
-        if name in self.owner:
-            work = dist.reduce(sent, dst=self.owner[name], async_op=True)
-        else:
-            work = dist.all_reduce(sent, async_op=True)
-        self.works.append((work, sent, grad))
+    def _gradient_complete(self, name: str, _: Tensor) -> None:
+        """Starts the reductions whose turn has come."""
+        if not self.sync:
+            return
+        self.ready.add(name)
+        while self.waiting and self.waiting[-1] in self.ready:
+            grad = self.grad(name := self.waiting.pop())
+            sent = grad.bfloat16() if self.cfg.reduce_precision == "bf16" else grad
+            if name in self.owner:
+                work = dist.reduce(sent, dst=self.owner[name], async_op=True)
+            else:
+                work = dist.all_reduce(sent, async_op=True)
+            self.works.append((work, sent, grad))
 
     def finish_gradients(self, control: Tensor) -> Tensor:
-        """Completes the reductions. Returns the global gradient norm; adds up `control` (a small fp32 vector) over the ranks.
-
-        The norm counts every parameter once: owned ones on their owner, replicated ones as a world-th on each rank.
-        """
+        """Completes the reductions. Returns the global gradient norm; adds up `control` (a small fp32 vector) over the ranks."""
         if self.reduces:
-            assert self.next == len(self.order), "a parameter got no gradient"
+            assert not self.waiting, "a parameter got no gradient"
+            self.waiting = self.large.copy()
             self.ready.clear()
-            self.next = 0
             if self.small:
                 grads = [self.grad(n) for n in self.small]
                 flat = torch.cat([g.flatten() for g in grads])
@@ -1098,13 +1090,10 @@ class Optimizer:
                     grad.copy_(sent)
             self.works.clear()
         squares = torch.zeros((), device=control.device)
-        for owned in (True, False):
-            whole = [n for n in self.params if n not in self.sharded and (n in self.owner) == owned]
-            names = [n for n in whole if self.owner.get(n, self.rank) == self.rank]
-            names += self.sharded if owned else []
+        for names, copies in self.norm_parts:
             if names:
-                share = torch.stack(torch._foreach_norm([local(self.grad(n)) for n in names])).square().sum()
-                squares = squares + (share if owned else share / self.world)
+                norms = torch._foreach_norm([local(self.grad(n)) for n in names])
+                squares = squares + torch.stack(norms).square().sum() / copies
         packed = torch.cat([control, squares.unsqueeze(0)])
         if self.world > 1:
             dist.all_reduce(packed)
@@ -1118,64 +1107,43 @@ class Optimizer:
         lr_scale: the schedule's factor. mu: Muon momentum now. grad_scale: factor for all gradients (clipping).
         """
         if grad_scale is not None:
-            mine = [n for n in self.params if n in self.sharded or self.owner.get(n, self.rank) == self.rank]
-            torch._foreach_mul_([local(self.grad(n)) for n in mine], grad_scale)
-        gathered = {n: (whole(p.detach()), whole(self.grad(n))) for n, p in self.sharded.items() if is_muon(n, self.cfg)}
-        lr, mu_ = torch.tensor(self.cfg.muon_lr * lr_scale), torch.tensor(mu)
-        works = []
+            torch._foreach_mul_([local(self.grad(n)) for n in self.scaled], grad_scale)
+        muon = {n: (whole(self.params[n].detach()), whole(self.grad(n))) for n in self.muon}
+        lr_, mu_ = torch.tensor(self.cfg.muon_lr * lr_scale), torch.tensor(mu)
         for shape, names in self.stacks.items():
-            both = [gathered[n] if n in gathered else (self.params[n], self.grad(n)) for n in names]
-            ps = [m for n, (p, _) in zip(names, both, strict=True) for m in matrices(n, p).unbind()]
-            gs = [m for n, (_, g) in zip(names, both, strict=True) for m in matrices(n, g).unbind()]
+            ps, gs = ([m for n in names for m in matrices(n, muon[n][i]).unbind()] for i in (0, 1))
             new = self.muon_update(
                 torch.stack(ps), torch.stack(gs), self.momentum[shape], self.second[shape],
-                lr, mu_, self.cfg.muon_wd, self.cfg.muon_beta2, skip,
+                lr_, mu_, self.cfg.muon_wd, self.cfg.muon_beta2, skip,
             )  # fmt: skip
             torch._foreach_copy_(ps, list(new.unbind()))
-        if self.adam is not None:
-            for group in self.adam.param_groups:
-                group["lr"] = group["base_lr"] * lr_scale
-            for name in self.adam_params.keys() & self.sharded.keys():
-                self.adam_params[name].grad = local(self.grad(name))
-            self.adam.found_inf = skip.float()  # type: ignore[attr-defined]  # the fused kernel leaves weights and moments alone where this is 1
-            self.adam.step()
+        found_inf = skip.float()  # the fused kernel leaves weights and moments alone where this is 1
+        for (lr, wd), names in self.adam_groups.items():
+            steps, m, v = ([local(self.state_tensors[f"{k}.{n}"]) for n in names] for k in ("step", "exp_avg", "exp_avg_sq"))
+            adamw(
+                [local(self.params[n].detach()) for n in names], [local(self.grad(n)) for n in names], m, v, [], steps,
+                fused=True, found_inf=found_inf, amsgrad=False, maximize=False, lr=lr * lr_scale, weight_decay=wd,
+                beta1=self.cfg.beta1, beta2=self.cfg.beta2, eps=self.cfg.eps,
+            )  # fmt: skip
+        works = []
         for name, owner in self.owner.items():
-            p = gathered[name][0] if name in gathered else self.params[name].data
-            works.append((dist.broadcast(p, src=owner, async_op=True), p))
+            t = muon[name][0] if name in muon else self.params[name].data
+            works.append((dist.broadcast(t, src=owner, async_op=True), t))
         for work, _ in works:
             work.wait()
-        for name, (p, _) in gathered.items():
-            write_shard(self.params[name], p)
+        for name in (n for n in self.muon if n in self.sharded):  # each rank keeps its own part
+            from torch.distributed.tensor import distribute_tensor
+
+            p: Any = self.params[name]
+            local(p).copy_(local(distribute_tensor(muon[name][0], p.device_mesh, p.placements, src_data_rank=None)))
 
     def zero_grad(self) -> None:
-        for p in [*self.params.values(), *self.adam_params.values()]:
+        for p in self.params.values():
             p.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """This rank's optimizer state by parameter name; every entry of an owned parameter exists on its owner only."""
-        out: dict[str, Tensor] = {}
-        for shape, names in self.stacks.items():
-            at = 0
-            for name in names:
-                count = 3 if name.endswith("attn.qkv.weight") else 1
-                out[f"momentum.{name}"] = self.momentum[shape][at : at + count].flatten(0, 1)
-                second = self.second[shape]
-                if second is not None:
-                    out[f"second.{name}"] = second[at : at + count].flatten(0, 1)
-                at += count
-        for name, p in self.adam_params.items():
-            assert self.adam is not None
-            out |= {f"{key}.{name}": self._like(name, value) for key, value in self.adam.state[p].items()}
-        return out
-
-    def _like(self, name: str, value: Tensor) -> Tensor:
-        """AdamW's moment of a sharded parameter, sharded like it."""
-        if name not in self.sharded or value.ndim == 0:
-            return value
-        from torch.distributed.tensor import DTensor
-
-        p: Any = self.sharded[name]
-        return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        return self.state_tensors
 
 
 # ------------------------------------------------------------------------------------------------ run directory
@@ -1569,17 +1537,9 @@ class Checkpoints:
 
     def stage(self, tensors: dict[str, Tensor]) -> None:
         """Host memory for the copies, pinned for CUDA; made once, before the first step."""
-        pin = self.device.type == "cuda"
-        for key, t in tensors.items():
-            self.buffers[key] = torch.empty_like(local(t), device="cpu", pin_memory=pin)
-            if local(t) is not t:  # says which part of the whole it is; the file then fits any other layout
-                from torch.distributed.tensor import DTensor, init_device_mesh
-
-                assert isinstance(t, DTensor)
-                self.buffers[key] = DTensor.from_local(
-                    self.buffers[key], init_device_mesh("cpu", (self.world,)), t.placements, run_check=False,
-                    shape=t.shape, stride=t.stride(),
-                )  # fmt: skip
+        for key, t in tensors.items():  # a shard says which part of the whole it is; the file then fits any other layout
+            part = torch.empty_like(local(t), device="cpu", pin_memory=self.device.type == "cuda")
+            self.buffers[key] = shard_like(part, t)
 
     def save(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Starts a save of this rank's tensors and of `meta` (JSON, rank 0's)."""
