@@ -1149,15 +1149,20 @@ class Optimizer:
 # ------------------------------------------------------------------------------------------------ run directory
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write to a temporary name, fsync, rename, fsync the folder."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write to; then fsync, rename to `path`, fsync the folder."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    with open(temporary, "w") as f:
-        f.write(text)
-        f.flush()
+    yield temporary
+    with open(temporary, "rb") as f:
         os.fsync(f.fileno())
     os.replace(temporary, path)
     fsync_dir(path.parent)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text)
 
 
 def fsync_dir(path: Path) -> None:
@@ -1180,8 +1185,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path} does not exist") from None
     except (OSError, ValueError) as e:
         raise UserError(f"{path} cannot be read: {e}") from None
-    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-        found = value.get("schema") if isinstance(value, dict) else None
+    found = value.get("schema") if isinstance(value, dict) else None
+    if found != SCHEMA:
         raise UserError(f"{path} has schema {found!r}; this program reads {SCHEMA}")
     return value
 
@@ -1236,16 +1241,11 @@ def save_weights(model: GPT, cfg: Config, path: Path, state: dict[str, Tensor] |
     """model.safetensors, fp32, from `state` where it was gathered before; returns its sha256."""
     from safetensors.torch import save_file
 
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     tensors = {k: v.detach().cpu().contiguous() for k, v in (state or model.state_dict()).items()}
-    save_file(tensors, temporary, metadata={"config": json.dumps(public_config(cfg))})
-    with open(temporary, "rb") as f:
-        os.fsync(f.fileno())
-    os.chmod(temporary, 0o644)  # safetensors makes it readable by its owner alone
-    digest = sha256_file(temporary)
-    os.replace(temporary, path)
-    fsync_dir(path.parent)
-    return digest
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata={"config": json.dumps(public_config(cfg))})
+        os.chmod(temporary, 0o644)  # safetensors makes it readable by its owner alone
+        return sha256_file(temporary)
 
 
 def lock_run(run_dir: Path, patience: float) -> io.TextIOBase:
@@ -1266,8 +1266,7 @@ def lock_run(run_dir: Path, patience: float) -> io.TextIOBase:
 # Dense bf16 tensor-core peaks in TFLOP/s from the vendors' datasheets (without sparsity).
 PEAK_BF16: dict[str, float] = {
     "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "H200 NVL": 835.5, "H200": 989.4, "GH200": 989.4, "B200": 2250.0,
-    "A100": 312.0, "A10G": 70.0,
-    "L40S": 362.0, "L4": 121.0, "RTX 4090": 165.2, "RTX 3090": 71.0,
+    "A100": 312.0, "A10G": 70.0, "L40S": 362.0, "L4": 121.0, "RTX 4090": 165.2, "RTX 3090": 71.0,
 }  # fmt: skip
 
 
@@ -1276,20 +1275,19 @@ def peak_flops(device: torch.device, cfg: Config) -> float | None:
     if device.type != "cuda" or cfg.precision == "fp32":
         return None
     name = torch.cuda.get_device_name(device)
-    words = set(re.split(r"[\s-]+", name))
-    if words & {"MIG", "Ti", "Laptop", "SUPER", "D", "Max"}:  # a slice or another chip of nearly the same name
+    if {"MIG", "Ti", "Laptop", "SUPER", "D", "Max"} & set(re.split(r"[\s-]+", name)):  # a slice, or a chip of a like name
         return None
     # Whole words only: an L40 is no L4.
     return next((peak * 1e12 for key, peak in PEAK_BF16.items() if re.search(rf"\b{re.escape(key)}\b", name)), None)
 
 
 class _SeenOps(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
+    attention = "math"  # the fused operator that has run, if any
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
+        name = str(func).split(".")[1].strip("_")
+        if name.startswith("scaled_dot_product") and self.attention == "math":
+            self.attention = name
         return func(*args, **(kwargs or {}))
 
 
@@ -1299,32 +1297,25 @@ def choose_attention(cfg: Config, device: torch.device) -> str:
     auto on CUDA: cuDNN first from compute capability 9.0 (measured on an H200: 1.9 times FlashAttention-2 at T=1024),
     else FlashAttention-2, memory-efficient, math. Deterministic runs leave cuDNN out. Raises UserError.
     """
-    if device.type == "cuda":
-        order = ["flash", "efficient", "math"]
-        if torch.cuda.get_device_capability(device)[0] >= 9 and not cfg.deterministic:
-            order.insert(0, "cudnn")
-    else:
-        order = ["flash", "math"]
-    if cfg.attention != "auto":
-        order = [cfg.attention]
+    order = ["flash", "efficient", "math"] if device.type == "cuda" else ["flash", "math"]
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 and not cfg.deterministic:
+        order.insert(0, "cudnn")
+    backends = torch.backends.cuda
     switch = {
-        "cudnn": torch.backends.cuda.enable_cudnn_sdp, "flash": torch.backends.cuda.enable_flash_sdp,
-        "efficient": torch.backends.cuda.enable_mem_efficient_sdp, "math": torch.backends.cuda.enable_math_sdp,
+        "cudnn": backends.enable_cudnn_sdp, "flash": backends.enable_flash_sdp,
+        "efficient": backends.enable_mem_efficient_sdp, "math": backends.enable_math_sdp,
     }  # fmt: skip
     shape = (1, cfg.n_head, min(cfg.seq_len, 256), cfg.n_embd // cfg.n_head)
-    problem = ""
-    for name in order:
+    for name in order if cfg.attention == "auto" else [cfg.attention]:
         for key, enable in switch.items():
             enable(key == name)
         q = torch.zeros(shape, dtype=COMPUTE_DTYPE[cfg.precision], device=device, requires_grad=True)
         try:
             with _SeenOps() as seen:
                 F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+            return seen.attention
         except RuntimeError as e:
             problem = str(e).splitlines()[0]
-            continue
-        ran = [n.split(".")[1] for n in seen.names if "scaled_dot_product" in n]
-        return ran[0].strip("_") if ran else "math"
     raise UserError(f"--attention {cfg.attention} does not run here: {problem}")
 
 
@@ -1336,13 +1327,8 @@ def public_config(cfg: Config) -> dict[str, Any]:
 
 def public_argv(argv: list[str]) -> list[str]:
     """The command line, without the same."""
-    shown = [re.sub("//[^/@]*@", "//", a) for a in argv]
-    for i, a in enumerate(argv):
-        if a.startswith("--on-finish="):
-            shown[i] = "--on-finish=(not kept)"
-        elif i and argv[i - 1] == "--on-finish":
-            shown[i] = "(not kept)"
-    return shown
+    text = re.sub("//[^/@]*@", "//", "\0".join(argv))
+    return re.sub("(^|\0)(--on-finish[=\0])[^\0]*", r"\1\2(not kept)", text).split("\0")
 
 
 def environment(cfg: Config, device: torch.device, attention: str, compiled: bool, world: int) -> dict[str, Any]:
@@ -1355,25 +1341,20 @@ def environment(cfg: Config, device: torch.device, attention: str, compiled: boo
         except (OSError, subprocess.TimeoutExpired):
             return None
 
-    cuda = device.type == "cuda"
-    info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), platform.processor())
+    cuda, info = device.type == "cuda", Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*:\s*(.*)", info.read_text()) if info.exists() else None
     return {
         "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__, "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "triton": getattr(triton, "__version__", None),
         "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0") if cuda else None,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [], "cpu": cpu,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        "cpu": cpu[1].strip() if cpu else platform.processor(),
         "threads": torch.get_num_threads(), "world_size": world, "device": device.type, "platform": platform.platform(),
         "git_commit": command("git", "rev-parse", "HEAD"), "train_gpt2_sha256": sha256_file(Path(__file__)),
         "attention_backend": attention, "compile": compiled, "precision": cfg.precision, "argv": public_argv(sys.argv[1:]),
     }  # fmt: skip
-
-
-def append_line(handle: Any, row: dict[str, Any]) -> None:
-    handle.write(json.dumps(row) + "\n")
-    handle.flush()
 
 
 class WandbLog:
@@ -1388,12 +1369,11 @@ class WandbLog:
         try:
             import wandb
 
-            settings = wandb.Settings(init_timeout=60, silent=True)
             run = wandb.init(
-                project="gpt2", name=run_dir.name, dir=str(run_dir), config=public_config(cfg), settings=settings,
-                mode="offline" if cfg.wandb == "offline" else "online",
+                project="gpt2", name=run_dir.name, dir=str(run_dir), config=public_config(cfg), mode=cfg.wandb,  # type: ignore
+                settings=wandb.Settings(init_timeout=60, silent=True),
             )  # fmt: skip
-            while (row := self.rows.get()) is not None:
+            for row in iter(self.rows.get, None):
                 kind = row["kind"]
                 run.log({f"{kind}/{k}": v for k, v in row.items() if k not in ("kind", "step")}, step=row["step"])
             run.finish()
@@ -1503,7 +1483,7 @@ class Checkpoints:
         self.cfg, self.dir, self.rank, self.world, self.device = cfg, run_dir / "checkpoints", rank, world, device
         self.group, self.attempt, self.say = group, attempt, say
         # A new thread's CUDA device is 0: without this every rank would open a context there.
-        place = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
+        place = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self.pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=place)
         self.future: concurrent.futures.Future[None] | None = None
         self.buffers: dict[str, Tensor] = {}
@@ -1513,7 +1493,7 @@ class Checkpoints:
         self.failed = ""  # why the last save failed
         self.stats = {"saves": 0, "bytes": 0, "write_s": 0.0, "verify_s": 0.0, "mirror_s": 0.0}  # times of the last one
         self.to_mirror: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
-        self.mirroring: Path | None = None
+        self.newest = self.mirroring = Path()
         self.mirror = threading.Thread(target=self._mirror, daemon=True)  # apart: a mirror that hangs holds up nothing
         if rank == 0:
             for path in [*self.dir.glob(".tmp-*"), *self.dir.glob(".old-*")]:  # what earlier attempts left
@@ -1546,14 +1526,11 @@ class Checkpoints:
         self.wait()
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                for key, t in tensors.items():
-                    local(self.buffers[key]).copy_(local(t), non_blocking=True)
-                self.copied = torch.cuda.Event()
-                self.copied.record(self.stream)
-        else:
+        with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
             for key, t in tensors.items():
-                local(self.buffers[key]).copy_(local(t))
+                local(self.buffers[key]).copy_(local(t), non_blocking=True)
+        if self.stream is not None:
+            self.copied = self.stream.record_event()
         self.future = self.pool.submit(self._write, meta)
 
     def before_update(self) -> None:
@@ -1591,18 +1568,16 @@ class Checkpoints:
 
     def _commit(self, temporary: Path, meta: dict[str, Any]) -> None:
         write_json(temporary / "train_state.json", meta)
-        files: dict[str, Any] = {}
-        for path in sorted(temporary.iterdir()):
-            files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        paths = sorted(temporary.iterdir())
+        files: dict[str, Any] = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_file(p)} for p in paths}
         manifest = {"schema": SCHEMA, "step": meta["step"], "files": files}
         write_json(temporary / "manifest.json", {**manifest, "hash": _hash_json(manifest)})
         final = self.dir / f"step-{meta['step']:06d}"
-        gone = self.dir / f".old-{final.name}-{uuid.uuid4().hex[:8]}"
-        if final.exists():  # the same step again after a resume
-            os.replace(final, gone)
+        gone = self._set_aside(final) if final.exists() else None  # the same step again after a resume
         os.replace(temporary, final)
         fsync_dir(self.dir)
-        shutil.rmtree(gone, ignore_errors=True)
+        if gone is not None:
+            shutil.rmtree(gone, ignore_errors=True)
         began = time.perf_counter()
         verify_checkpoint(final)
         self.stats["verify_s"] = time.perf_counter() - began
@@ -1612,28 +1587,27 @@ class Checkpoints:
         write_atomic(self.dir / "latest", final.name + "\n")
         self._purge()
         if self.cfg.mirror:
+            self.newest = final
             self.to_mirror.put(final)
 
-    def _remove(self, path: Path) -> None:
+    def _set_aside(self, path: Path) -> Path:
+        """The new name of a checkpoint that is to be removed; under it nobody takes what is left for a checkpoint."""
         gone = self.dir / f".old-{path.name}-{uuid.uuid4().hex[:8]}"
         os.replace(path, gone)
-        shutil.rmtree(gone)
+        return gone
 
     def _purge(self) -> None:
         """Removes older checkpoints once --keep verified ones stand; pinned ones stay."""
         good = 0
         for path in reversed(list_checkpoints(self.dir.parent)):
-            if good >= self.cfg.keep:
-                if not (path / "pinned").exists() and path != self.mirroring:
-                    self._remove(path)
-                continue
-            if path.name not in self.verified:
-                try:
-                    verify_checkpoint(path)
-                except UserError:
-                    continue
-                self.verified.add(path.name)
-            good += 1
+            if good < self.cfg.keep:
+                with contextlib.suppress(UserError):
+                    if path.name not in self.verified:
+                        verify_checkpoint(path)
+                    self.verified.add(path.name)
+                    good += 1
+            elif not (path / "pinned").exists() and path != self.mirroring:
+                shutil.rmtree(self._set_aside(path))
 
     def pin(self, why: str) -> None:
         """Keeps the newest verified checkpoint from the purge, in place of the one pinned before."""
@@ -1644,19 +1618,16 @@ class Checkpoints:
             (good[-1] / "pinned").write_text(why + "\n")
 
     def _mirror(self) -> None:
-        while (path := self.to_mirror.get()) is not None:
-            newest = path
-            while not self.to_mirror.empty() and (path := self.to_mirror.get()) is not None:  # the mirror is behind
-                newest = path
-            self.mirroring, began = newest, time.perf_counter()
+        for path in iter(self.to_mirror.get, None):
+            if path != self.newest:  # the mirror is behind
+                continue
+            self.mirroring, began = path, time.perf_counter()
             try:
-                mirror_checkpoint(newest, self.cfg.mirror, self.cfg.keep)
+                mirror_checkpoint(path, self.cfg.mirror, self.cfg.keep)
                 self.stats["mirror_s"] = time.perf_counter() - began
             except Exception as e:  # a failing mirror never stops training
-                self.say(f"mirror {self.cfg.mirror} failed for {newest.name}: {last_line(e)}; training goes on")
-            self.mirroring = None
-            if path is None:
-                return
+                self.say(f"mirror {self.cfg.mirror} failed for {path.name}: {last_line(e)}; training goes on")
+            self.mirroring = Path()
 
     def close(self) -> None:
         """Finishes what is in flight; a mirror gets MIRROR_PATIENCE seconds."""
@@ -2259,7 +2230,8 @@ class Trainer:
 
     def log(self, row: dict[str, Any]) -> None:
         if self.main:
-            append_line(self.metrics, row)
+            self.metrics.write(json.dumps(row) + "\n")
+            self.metrics.flush()
             if self.wandb is not None:
                 self.wandb.rows.put(row)
 
