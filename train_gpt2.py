@@ -15,6 +15,7 @@ Shapes in names: B sequences, T positions, C width, H heads, D head width, V pad
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import ctypes
@@ -1835,88 +1836,101 @@ def check_data(cfg: Config) -> tuple[TokenStream, TokenStream]:
     return train, val
 
 
-class Trainer:
+@dataclass(eq=False)
+class Progress:
+    """How far a run has come: what train_state.json says of it, by the same names."""
+
+    step: int = 0
+    tokens: int = 0
+    train_s: float = 0.0
+    val_s: float = 0.0
+    stall_s: float = 0.0
+    val_loss: float | None = None
+    best_val_loss: float | None = None
+    train_loss: float | None = None
+    val_step: int = -1
+    last_spike: int = -1
+    spike_rows: list[list[float]] = field(default_factory=list)
+
+
+class Trainer(Progress):
     """One training run on this rank, from an empty folder or a checkpoint to result.json."""
 
     def __init__(self, cfg: Config):
+        super().__init__()
         self.began = time.perf_counter()
-        self.cfg = cfg
+        self.line_open = False
         self.train_stream, self.val_stream = check_data(cfg)
         self.rank, self.world, self.device = setup_distributed(cfg)
-        self.main = self.rank == 0
-        has_fp8 = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 9)
+        self.main, self.cuda = self.rank == 0, self.device.type == "cuda"
+        has_fp8 = self.cuda and torch.cuda.get_device_capability(self.device) >= (8, 9)
         if cfg.head_precision == "fp8" and (not has_fp8 or cfg.precision != "bf16"):
-            self.cfg = cfg = dataclasses.replace(cfg, head_precision="same")
-            if self.main:
-                print("the head runs in the precision of the rest: fp8 needs bf16 and a device that has it", file=sys.stderr)
+            cfg = dataclasses.replace(cfg, head_precision="same")
+            self.say("the head runs in the precision of the rest: fp8 needs bf16 and a device that has it")
         self.accum = grad_accum_steps(cfg, self.world)
-        # A gloo group of its own for checkpoint threads, and one for the main thread's small host-side exchanges.
-        patience = datetime.timedelta(seconds=cfg.comm_timeout)  # new_group's own default is 30 minutes
-        # Rank 0 hashes and reads back a checkpoint while the others wait in the save group.
-        long = max(patience, datetime.timedelta(minutes=30))
-        self.save_group = dist.new_group(backend="gloo", timeout=long) if self.world > 1 else None
-        self.host_group = dist.new_group(backend="gloo", timeout=patience) if self.world > 1 else None
+        self.save_group = self.host_group = None
         self.pids = [os.getpid()] * self.world
         if self.world > 1:
+            # A gloo group of its own for checkpoint threads, and one for the main thread's small host-side exchanges.
+            # Rank 0 hashes and reads back a checkpoint while the others wait in the save group.
+            patience = datetime.timedelta(seconds=cfg.comm_timeout)  # new_group's own default is 30 minutes
+            self.save_group = dist.new_group(backend="gloo", timeout=max(patience, datetime.timedelta(minutes=30)))
+            self.host_group = dist.new_group(backend="gloo", timeout=patience)
             dist.all_gather_object(self.pids, os.getpid(), group=self.host_group)
         self.run_dir = Path(self.agree(cfg.run_dir or default_run_dir(cfg)))
         # Restarted by torchrun: go on from what this job has saved, or else do again what was asked for.
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (not cfg.resume or list_checkpoints(self.run_dir)):
-            self.cfg = cfg = dataclasses.replace(cfg, resume="auto")
+            cfg = dataclasses.replace(cfg, resume="auto")
+        self.cfg = cfg
         self.stop_signal = 0
-        self.line_open = False
-        self.step = self.tokens = 0
-        self.train_s = self.val_s = self.stall_s = self.compile_s = 0.0
+        self.compile_s = self.restore_s = self.save_ms = self.last_save_ms = 0.0
         self.startup_s: float | None = None
-        self.val_loss: float | None = None
-        self.best_val_loss: float | None = None
-        self.train_loss: float | None = None
-        self.val_step = self.last_spike = -1
-        self.spike_rows: list[list[float]] = []
-        self.save_ms = self.last_save_ms = self.restore_s = 0.0
-        self.metrics: Any = None
-        self.wandb: WandbLog | None = None
-        self.resume_from: Path | None = None
         self.created = False  # whether this process made the run directory
         self.lock: Any = None
+        self.wandb: WandbLog | None = None
+        # Of each step whose numbers have not been read yet: its number, they, and when it was done.
+        self.pending: collections.deque[tuple[int, Tensor, Any]] = collections.deque()
+        self.mark: Any = None  # when the step before was done
+        self.step_ms: list[float] = []
+        self.wishes = [False, False, False]  # of all ranks, in the step read last: stop, save, the time is up
 
     # -- small things
 
     def agree(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
-        if self.world == 1:
-            return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.host_group)
+        if self.world > 1:
+            dist.broadcast_object_list(box, src=0, group=self.host_group)
         return box[0]
 
     def say(self, text: str) -> None:
         if self.main:
-            if self.line_open:
-                print(file=sys.stderr)
-                self.line_open = False
-            print(text, file=sys.stderr, flush=True)
+            print(("\n" if self.line_open else "") + text, file=sys.stderr, flush=True)
+            self.line_open = False
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.synchronize(self.device)
 
-    def tick(self) -> torch.cuda.Event | None:
-        """A point in time on the device's own clock."""
-        if self.device.type != "cuda":
-            return None
+    def tick(self) -> Any:
+        """A point in time: on the device's own clock, an event; else seconds."""
+        if not self.cuda:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def on_rank0(self, action: Callable[[], Any]) -> Any:
-        """Runs an action on rank 0 whose UserError must end every rank."""
+        """Runs an action on rank 0; if it may not be done or cannot write, every rank ends, and a run directory made here goes."""
         result: Any = None
         if self.main:
             try:
                 result = ("ok", action())
-            except UserError as e:
-                result = ("error", str(e))
+            except (OSError, UserError) as e:
+                if self.created:
+                    shutil.rmtree(self.run_dir, ignore_errors=True)
+                why = str(e) if isinstance(e, UserError) else f"{self.run_dir} cannot be written: {e.strerror or e}"
+                result = ("error", why)
         kind, value = self.agree(result)
         if kind == "error":
             raise UserError(value)
@@ -1930,53 +1944,39 @@ class Trainer:
         if (run_dir / "config.json").exists() and not cfg.resume:
             raise UserError(f"{run_dir} holds a run already; go on with it by --resume, or choose another --run-dir")
         parent = next(p for p in [run_dir.absolute(), *run_dir.absolute().parents] if p.exists())
-        state_bytes = self.state_bytes()
+        size, free = self.state_bytes(), shutil.disk_usage(parent).free
         copies = 0 if parse_cadence(cfg.checkpoint_every)[0] == "off" else max(1, cfg.keep + 1 - len(list_checkpoints(run_dir)))
-        need = state_bytes * copies + 4 * parameter_count(cfg)["total"] + (1 << 20)
-        if shutil.disk_usage(parent).free < need:
+        need = size * copies + 4 * parameter_count(cfg)["total"] + (1 << 20)
+        if free < need:
             raise UserError(
-                f"{parent} has {shutil.disk_usage(parent).free / 1e9:.2f} GB free; the run needs {need / 1e9:.2f} GB "
-                f"({copies} checkpoints of {state_bytes / 1e9:.2f} GB and the weights)"
+                f"{parent} has {free / 1e9:.2f} GB free; the run needs {need / 1e9:.2f} GB "
+                f"({copies} checkpoints of {size / 1e9:.2f} GB and the weights)"
             )
-        available = available_memory()  # every tensor is staged by one rank only
-        if copies and available is not None and available < state_bytes:
+        if copies and (available := available_memory()) < size:  # every tensor is staged by one rank only
             raise UserError(
-                f"{available / 1e9:.1f} GB of host memory are free; staging a checkpoint takes {state_bytes / 1e9:.1f} GB: "
+                f"{available / 1e9:.1f} GB of host memory are free; staging a checkpoint takes {size / 1e9:.1f} GB: "
                 "use --checkpoint-every 0 or a machine with more memory"
             )
         self.created = not run_dir.exists()
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            self.lock = lock_run(run_dir, patience=min(30.0, cfg.comm_timeout / 2) if cfg.resume else 0.0)
-            resume_from = find_checkpoint(cfg, run_dir, self.say) if cfg.resume else None
-            (run_dir / "checkpoints").mkdir(exist_ok=True)
-        except (OSError, UserError) as e:
-            raise self.nothing_written(e) from None
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.lock = lock_run(run_dir, patience=min(30.0, cfg.comm_timeout / 2) if cfg.resume else 0.0)
+        resume_from = find_checkpoint(cfg, run_dir, self.say) if cfg.resume else None
+        (run_dir / "checkpoints").mkdir(exist_ok=True)
         return resume_from
-
-    def nothing_written(self, e: OSError | UserError) -> UserError:
-        """Removes a run directory that this process made; returns what to tell the person."""
-        if self.created:
-            shutil.rmtree(self.run_dir, ignore_errors=True)
-        return e if isinstance(e, UserError) else UserError(f"{self.run_dir} cannot be written: {e.strerror or e}")
 
     def write_run_files(self, attention: str, compiled: bool) -> None:
         """config.json, env.json, the source, and the opened metrics.jsonl."""
         run_dir, cfg = self.run_dir, self.cfg
-        try:
-            write_json(run_dir / "config.json", {
-                "recipe": cfg.recipe, "config": public_config(cfg), "config_hash": config_hash(cfg),
-                "learning_hash": learning_hash(cfg), "val_protocol": self.protocol, "data": self.data_record(),
-            })  # fmt: skip
-            write_json(run_dir / "env.json", environment(cfg, self.device, attention, compiled, self.world))
-            shutil.copyfile(__file__, run_dir / "train_gpt2.py")
-            path = run_dir / "metrics.jsonl"
-            torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
-            self.metrics = open(path, "a")  # noqa: SIM115  (kept open for the whole run)
-            if torn:
-                self.metrics.write("\n")
-        except OSError as e:
-            raise self.nothing_written(e) from None
+        write_json(run_dir / "config.json", {
+            "recipe": cfg.recipe, "config": public_config(cfg), "config_hash": config_hash(cfg),
+            "learning_hash": learning_hash(cfg), "val_protocol": self.protocol, "data": self.data_record(),
+        })  # fmt: skip
+        write_json(run_dir / "env.json", environment(cfg, self.device, attention, compiled, self.world))
+        shutil.copyfile(__file__, run_dir / "train_gpt2.py")
+        path = run_dir / "metrics.jsonl"
+        torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
+        self.metrics = open(path, "a")  # noqa: SIM115  (kept open for the whole run)
+        self.metrics.write("\n" if torn else "")
 
     def data_record(self) -> dict[str, Any]:
         manifest = Path(self.cfg.data) / "manifest.json"
@@ -1986,14 +1986,13 @@ class Trainer:
     def state_bytes(self) -> int:
         """Bytes of a full checkpoint: fp32 weights, one moment for Muon and two for AdamW parameters."""
         with torch.device("meta"):
-            shapes = {n: p.numel() for n, p in GPT(self.cfg).named_parameters()}
-        return sum(4 * n * (2 if is_muon(name, self.cfg) else 3) for name, n in shapes.items())
+            return sum(4 * p.numel() * (2 if is_muon(n, self.cfg) else 3) for n, p in GPT(self.cfg).named_parameters())
 
     def setup(self) -> None:
         cfg, device = self.cfg, self.device
-        threads = cfg.threads or max(1, (len(os.sched_getaffinity(0))) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        torch.set_num_threads(threads)
-        if device.type == "cpu" and platform.system() == "Linux":
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(cfg.threads or max(1, cores))
+        if not self.cuda and platform.system() == "Linux":
             # glibc gives blocks above 32 MB back to the system at once, and every step would fault their pages in again
             # (measured: 60% less system time). M_MMAP_THRESHOLD is -3, M_TRIM_THRESHOLD -1.
             with contextlib.suppress(OSError, AttributeError):
@@ -2006,55 +2005,51 @@ class Trainer:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank saves and loads without it
         attention = choose_attention(cfg, device)
+        compiled = cfg.compile == "on" or (cfg.compile == "auto" and self.cuda)
+        self.peak, self.flops = peak_flops(device, cfg), flops_per_token(cfg)
         self.fingerprint = self.on_rank0(lambda: data_fingerprint(cfg.data))
         self.protocol = val_protocol(cfg, self.val_stream)
-        self.resume_from = self.on_rank0(self.prepare_run_dir)
-        compiled = cfg.compile == "on" or (cfg.compile == "auto" and device.type == "cuda")
+        self.resume_from: Path | None = self.on_rank0(self.prepare_run_dir)
         meta = read_json(self.resume_from / "train_state.json") if self.resume_from else None
         if meta is not None:
             check_resume(meta, cfg, self.fingerprint, self.say)
-        if self.main:
-            for s in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(s, self.on_signal)
-        else:  # rank 0 decides when to stop; a Ctrl-C reaches every process of the group
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, self.on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Rank 0 decides when to stop; a Ctrl-C reaches every process of the group.
+            signal.signal(number, self.on_signal if self.main or number == signal.SIGTERM else signal.SIG_IGN)
+        attempt = self.agree(f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        self.checkpoints = Checkpoints(cfg, self.run_dir, self.rank, self.world, device, self.save_group, attempt, self.say)
+        self.loader = Loader(cfg, self.train_stream, self.rank, self.world, device)
 
         self.model = GPT(cfg).to(device)
-        if cfg.recompute != "off":
-            for block in self.model.blocks:
-                block.forward = recomputing(block.forward, cfg.recompute)
         if compiled:
             torch._dynamo.config.recompile_limit = 64  # blocks with and without skips and value embeddings, train and val
-            for block in self.model.blocks:  # blocks of one kind share one compilation
+        for block in self.model.blocks:
+            if cfg.recompute != "off":
+                block.forward = recomputing(block.forward, cfg.recompute)
+            if compiled:  # blocks of one kind share one compilation
                 block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
-        self.compiled = compiled
         self.sharded = cfg.parallel.startswith("fsdp")
         if self.sharded:
             self.shard_model()
         self.ddp: nn.Module = self.model
         if self.world > 1 and cfg.parallel == "ddp":
             self.ddp = nn.parallel.DistributedDataParallel(
-                self.model, device_ids=[device.index] if device.type == "cuda" else None, bucket_cap_mb=cfg.ddp_bucket_mb,
+                self.model, device_ids=[device.index] if self.cuda else None, bucket_cap_mb=cfg.ddp_bucket_mb,
                 gradient_as_bucket_view=True, broadcast_buffers=False,
             )  # fmt: skip
-        self.optimizer = Optimizer(self.model, cfg, self.rank, self.world, compiled and device.type == "cuda")
+        self.optimizer = Optimizer(self.model, cfg, self.rank, self.world, compiled and self.cuda)
         self.bad = torch.zeros((), dtype=torch.bool, device=device)  # sticky: set by the first non-finite loss or gradient
         # fp16: torch's GradScaler decides the scale from the one number that is non-finite if any gradient is.
         self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.precision == "fp16")
-        self.probe = torch.optim.SGD([nn.Parameter(torch.zeros((), device=device))], lr=0.0)
+        self.probe = nn.Parameter(torch.zeros((), device=device))
+        self.probe_optimizer = torch.optim.SGD([self.probe], lr=0.0)
         self.warm_up()
-        attempt = self.agree(f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
-        self.checkpoints = Checkpoints(cfg, self.run_dir, self.rank, self.world, device, self.save_group, attempt, self.say)
-        self.loader = Loader(cfg, self.train_stream, self.rank, self.world, device)
         if meta is not None:
             self.restore(meta)
         self.checkpoints.stage(self.share())
         self.on_rank0(lambda: self.write_run_files(attention, compiled))
         if self.main and cfg.wandb != "off":
             self.wandb = WandbLog(cfg, self.run_dir)
-        self.peak = peak_flops(device, cfg)
-        self.flops = flops_per_token(cfg)
 
     def shard_model(self) -> None:
         """FSDP2: each block, then the rest; gradients are summed in --reduce-precision. 0-D parameters stay replicated."""
@@ -2086,16 +2081,15 @@ class Trainer:
 
         Leaves no trace: the update is skipped on the device, the tokens come from a generator of their own.
         """
-        began = time.perf_counter()
-        cfg = self.cfg
+        began, cfg = time.perf_counter(), self.cfg
         generator = torch.Generator().manual_seed(0)
 
         def made_up(rows: int) -> Tensor:
             return torch.randint(cfg.vocab_size, (rows, cfg.seq_len), generator=generator).to(self.device)
 
-        for micro in range(min(2, self.accum)):
+        for last in [True] if self.accum == 1 else [False, True]:
             x = made_up(cfg.micro_batch)
-            self.backward(x, x, last=micro == min(2, self.accum) - 1)
+            self.backward(x, x, last)
         self.optimizer.finish_gradients(torch.zeros(1, device=self.device))
         self.optimizer.step(0.0, 0.0, None, torch.ones((), dtype=torch.bool, device=self.device))
         self.optimizer.zero_grad()
@@ -2103,7 +2097,7 @@ class Trainer:
         self.model.nll(x, x)
         self.reshard()
         self.synchronize()
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
         self.compile_s = time.perf_counter() - began
 
@@ -2128,7 +2122,7 @@ class Trainer:
         state = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         state |= {f"optimizer.{k}": v for k, v in self.optimizer.state().items()}
         state[f"rng.cpu.{self.rank}"] = torch.get_rng_state()
-        if self.device.type == "cuda":
+        if self.cuda:
             state[f"rng.cuda.{self.rank}"] = torch.cuda.get_rng_state(self.device)
         return state
 
@@ -2139,21 +2133,16 @@ class Trainer:
         where they differ.
         """
         state = self.tensors()
-        whole = {k: float(t.nbytes) for k, t in state.items() if local(t) is t}
-        alike = {
-            k: size for k, size in whole.items()
-            if k.startswith("model.") or (k.startswith("optimizer.") and k.split(".", 2)[2] not in self.optimizer.owner)
-        }  # fmt: skip
+        alone = {k for k in state if k.startswith("optimizer.") and k.split(".", 2)[2] in self.optimizer.owner}
+        alone |= {k for k in state if k.startswith("rng.")}
+        alike = {k: float(t.nbytes) for k, t in state.items() if local(t) is t and k not in alone}
         writer = assign_owners(alike, self.world)
         return {k: t for k, t in state.items() if writer.get(k, self.rank) == self.rank}
 
     def meta(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA, "step": self.step, "tokens": self.tokens, "data_position": self.tokens,
-            "config": public_config(self.cfg), "fingerprint": self.fingerprint, "world_size": self.world,
-            "train_s": self.train_s, "val_s": self.val_s, "stall_s": self.stall_s, "val_loss": self.val_loss,
-            "best_val_loss": self.best_val_loss, "train_loss": self.train_loss, "spike_rows": self.spike_rows,
-            "val_step": self.val_step, "last_spike": self.last_spike, "scaler": self.scaler.state_dict(),
+            "schema": SCHEMA, **dataclasses.asdict(self), "data_position": self.tokens, "config": public_config(self.cfg),
+            "fingerprint": self.fingerprint, "world_size": self.world, "scaler": self.scaler.state_dict(),
         }  # fmt: skip
 
     def restore(self, meta: dict[str, Any]) -> None:
@@ -2173,22 +2162,20 @@ class Trainer:
             torch.set_rng_state(wanted[f"rng.cpu.{self.rank}"])
         if f"rng.cuda.{self.rank}" in wanted:
             torch.cuda.set_rng_state(wanted[f"rng.cuda.{self.rank}"], self.device)
-        for key in "step tokens train_s val_s stall_s val_loss best_val_loss train_loss spike_rows val_step last_spike".split():
-            setattr(self, key, meta[key])
+        vars(self).update({f.name: meta[f.name] for f in dataclasses.fields(self)})
         if meta["scaler"]:
             self.scaler.load_state_dict(meta["scaler"])
         self.restore_s = time.perf_counter() - began
         self.say(f"resumed from {self.resume_from} at step {self.step}")
-        if self.step >= self.cfg.max_steps:
-            if self.step > self.cfg.max_steps:
-                raise UserError(f"{self.resume_from} is past --max-steps {self.cfg.max_steps}; ask for {self.step} steps or more")
+        if self.step > self.cfg.max_steps:
+            raise UserError(f"{self.resume_from} is past --max-steps {self.cfg.max_steps}; ask for {self.step} steps or more")
+        if self.step == self.cfg.max_steps:
             self.say(f"the run is complete at {self.step} steps; nothing to train")
         if self.resume_from.parent == self.checkpoints.dir:
             self.checkpoints.verified.add(self.resume_from.name)
         # Going back to an earlier state on purpose: what came after it must not count as this run's newest.
-        later = [p for p in list_checkpoints(self.run_dir) if step_number(p) > self.step]
-        if self.main and self.cfg.resume not in ("newest", "auto"):
-            for path in later:
+        for path in list_checkpoints(self.run_dir) if self.main and self.cfg.resume not in ("newest", "auto") else []:
+            if step_number(path) > self.step:
                 os.replace(path, path.with_name(f"abandoned-{path.name}-{uuid.uuid4().hex[:8]}"))
                 self.say(f"{path.name} is set aside as abandoned-{path.name}-*")
 
@@ -2199,8 +2186,6 @@ class Trainer:
         self.stall_s += stall
         self.save_ms = self.last_save_ms = stall * 1000
 
-    # -- signals
-
     def on_signal(self, number: int, frame: Any) -> None:
         if self.stop_signal and number == signal.SIGINT:
             os._exit(130)  # a second Ctrl-C: at once; the last checkpoint stands
@@ -2210,16 +2195,15 @@ class Trainer:
 
     def validate(self) -> None:
         self.synchronize()
-        began = time.perf_counter()
-        cfg = self.cfg
+        began, cfg = time.perf_counter(), self.cfg
         loss = evaluate_tokens(self.model, self.val_stream, cfg.val_tokens, cfg.seq_len, cfg.val_batch, self.rank, self.world)
         self.reshard()
         seconds = time.perf_counter() - began
         self.val_s += seconds
         self.val_loss, self.val_step = loss, self.step
         self.best_val_loss = loss if self.best_val_loss is None else min(loss, self.best_val_loss)
-        where = {"kind": "val", "step": self.step, "tokens": self.tokens}
-        row = {**where, "val_loss": loss, "train_s": self.train_s, "val_s": seconds}
+        row = {"kind": "val", "step": self.step, "tokens": self.tokens, "val_loss": loss}
+        row |= {"train_s": self.train_s, "val_s": seconds}
         if self.main and not self.sharded:  # on one sequence, eagerly: the compiled blocks cannot be looked into
             idx_BT = torch.from_numpy(self.val_stream.slice(0, cfg.seq_len).astype(np.int64)).unsqueeze(0).to(self.device)
             with torch.no_grad(), torch.compiler.set_stance("force_eager"), LargestLogit() as attention:
@@ -2237,18 +2221,16 @@ class Trainer:
 
     def progress(self, row: dict[str, Any]) -> None:
         """One live line on a terminal; plain lines, few of them, where the output is piped."""
-        cfg = self.cfg
-        left = (cfg.max_steps - row["step"]) * row["step_ms"] / 1000
+        step, steps = row["step"], self.cfg.max_steps
+        left = datetime.timedelta(seconds=int((steps - step) * row["step_ms"] / 1000))
         mfu = f"  MFU {row['mfu']:.1%}" if row["mfu"] is not None else ""
         val = f"  val {self.val_loss:.4f}" if self.val_loss is not None else ""
-        text = (
-            f"step {row['step']}/{cfg.max_steps}  loss {row['loss']:.4f}{val}  {row['tokens_per_s']:,.0f} tok/s{mfu}"
-            f"  {row['step_ms']:.0f} ms  ETA {datetime.timedelta(seconds=int(left))}"
-        )
+        text = f"step {step}/{steps}  loss {row['loss']:.4f}{val}  {row['tokens_per_s']:,.0f} tok/s{mfu}"
+        text += f"  {row['step_ms']:.0f} ms  ETA {left}"
         if sys.stderr.isatty():
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
             self.line_open = True
-        elif row["step"] % max(1, cfg.max_steps // 20) == 0 or row["step"] <= 3:
+        elif step % max(1, steps // 20) == 0 or step <= 3:
             self.say(text)
 
     def spike_guard(self, loss: float, norm: float) -> bool:
@@ -2257,33 +2239,28 @@ class Trainer:
         The first spike in a window's length saves the state before it and pins the last verified checkpoint. Raises Halt
         where --spike is halt. Every rank comes to the same answer, from the same reduced numbers.
         """
-        cfg, said = self.cfg, ""
-        window = np.array(self.spike_rows[-cfg.spike_window :])  # (steps, 2)
-        if len(window) >= cfg.spike_window:
-            z = (np.array([loss, norm]) - window.mean(0)) / np.maximum(window.std(0), 1e-12)
-            worst = int(z.argmax())
-            if z[worst] > cfg.spike_z:
-                name, value = (("loss", loss), ("gradient norm", norm))[worst]
-                said = f"{name} {value:.4g} is {z[worst]:.1f} deviations above its last {len(window)} steps"
-        if not said:
+        cfg, now = self.cfg, np.array([loss, norm])
+        window = np.array(self.spike_rows[-cfg.spike_window :]).reshape(-1, 2)  # (steps, 2)
+        z = (now - window.mean(0)) / np.maximum(window.std(0), 1e-12) if len(window) >= cfg.spike_window else np.zeros(2)
+        worst = int(z.argmax())
+        if not z[worst] > cfg.spike_z:
             self.spike_rows = [*self.spike_rows, [loss, norm]][-cfg.spike_window :]
             return False
+        said = f"step {self.step + 1}: {('loss', 'gradient norm')[worst]} {now[worst]:.4g} is {z[worst]:.1f} deviations above "
+        said += f"its last {len(window)} steps"
         if cfg.spike == "halt" or self.last_spike < 0 or self.step - self.last_spike > cfg.spike_window:
             self.checkpoints.wait()
             if self.main:
-                self.checkpoints.pin(f"before the spike at step {self.step + 1}: {said}")
+                self.checkpoints.pin(f"before the spike: {said}")
             self.save()
         self.last_spike = self.step
         if cfg.spike == "halt":
-            advice = "the state before it is saved, go on with --resume --spike skip"
-            raise Halt(Exit.SPIKE, f"step {self.step + 1}: {said}; {advice}")
-        self.say(f"step {self.step + 1}: {said}; this update is skipped")
+            raise Halt(Exit.SPIKE, f"{said}; the state before it is saved, go on with --resume --spike skip")
+        self.say(f"{said}; this update is skipped")
         return True
 
-    def wait_for(self, event: torch.cuda.Event | None) -> None:
+    def wait_for(self, event: torch.cuda.Event) -> None:
         """Until the device has passed the event; a device that does not answer in time means a lost rank."""
-        if event is None:
-            return
         began = looked = time.monotonic()
         while not event.query():
             now = time.monotonic()
@@ -2293,6 +2270,46 @@ class Trainer:
                     raise TimeoutError(lost or f"no answer from the device within {self.cfg.comm_timeout:.0f} s")
             time.sleep(0.0005)
 
+    def settle(self, late: int = 0) -> None:
+        """Reads and logs what all pending steps but the last `late` have left behind. Raises Halt for numbers not finite."""
+        while len(self.pending) > late:
+            self.settle_one(*self.pending.popleft())
+
+    def settle_one(self, step: int, values: Tensor, done: Any) -> None:
+        cfg = self.cfg
+        if self.cuda:
+            self.wait_for(done)
+        loss, norm, *wishes = values.tolist()
+        self.wishes = [wish > 0 for wish in wishes]
+        elapsed = self.mark.elapsed_time(done) / 1000 if self.cuda else done - self.mark
+        self.mark = done
+        self.train_s += elapsed
+        for name, value in (("loss", loss), ("gradient norm", 0.0 if self.scaler.is_enabled() else norm)):
+            if not math.isfinite(value):  # this update and later ones were not made
+                self.step, self.tokens = step - 1, (step - 1) * cfg.batch_tokens
+                raise Halt(Exit.NON_FINITE, f"{name} is {value} at step {step}; the weights are those of step {step - 1}")
+        self.train_loss = loss
+        if self.startup_s is None:
+            self.startup_s = time.perf_counter() - self.began
+        rate = cfg.batch_tokens / elapsed
+        mfu = rate * self.flops / (self.peak * self.world) if self.peak else None
+        if mfu is not None and mfu > 1:
+            name = torch.cuda.get_device_name()
+            raise Halt(Exit.FAILED, f"MFU of {mfu:.0%} is impossible: the peak of {name} or the timing is wrong")
+        row = {
+            "kind": "train", "step": step, "tokens": step * cfg.batch_tokens, "loss": loss,
+            "lr": (cfg.muon_lr if cfg.optimizer == "muon" else cfg.lr) * learning_rate_factor(cfg, step - 1),
+            "grad_norm": norm, "step_ms": elapsed * 1000, "tokens_per_s": rate, "mfu": mfu,
+            "peak_mem_bytes": torch.cuda.max_memory_allocated(self.device) if self.cuda else 0, "train_s": self.train_s,
+            "epoch": (step * cfg.batch_tokens - 1) // len(self.train_stream),
+        }  # fmt: skip
+        if self.save_ms:  # of the save before this step, not part of its step_ms
+            row["save_ms"], self.save_ms = self.save_ms, 0.0
+        self.step_ms.append(elapsed * 1000)
+        self.log(row)
+        if self.main:
+            self.progress(row)
+
     def run(self) -> Exit:
         """Trains to the end. Returns Exit.OK or Exit.STOPPED; raises Halt for other ends."""
         cfg = self.cfg
@@ -2301,128 +2318,69 @@ class Trainer:
         if due and self.val_step != self.step:  # at the start, or where a stop came before it
             self.validate()
         batches = self.loader.batches(self.step, cfg.max_steps)
-        pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
         self.synchronize()
-        clock, mark = time.perf_counter(), self.tick()  # train_s counts from here, with other work taken out
-        last_save, interval, step_ms, saved_at = time.perf_counter(), 60.0, [], 0  # auto: the first one soon, to measure it
-        save_asked = False
-
-        def settle(entry: tuple[int, Tensor, torch.cuda.Event | None]) -> list[float]:
-            """Reads what an earlier step left behind, one step late so that the device never waits for the host."""
-            nonlocal clock, mark
-            step, values, event = entry
-            self.wait_for(event)
-            loss, norm, stop, ask, over = values.tolist()
-            now = time.perf_counter()
-            elapsed = mark.elapsed_time(event) / 1000 if event is not None and mark is not None else now - clock
-            clock, mark = now, event
-            self.train_s += elapsed
-            if not (math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled())):
-                self.step, self.tokens = step - 1, (step - 1) * cfg.batch_tokens  # this update and later ones were not made
-            if not math.isfinite(loss):
-                raise Halt(Exit.NON_FINITE, f"loss is {loss} at step {step}; the weights are those of step {step - 1}")
-            if not math.isfinite(norm) and not self.scaler.is_enabled():
-                raise Halt(Exit.NON_FINITE, f"gradient norm is {norm} at step {step}; the weights are those of step {step - 1}")
-            self.train_loss = loss
-            if self.startup_s is None:
-                self.startup_s = now - self.began
-            rate = cfg.batch_tokens / elapsed
-            mfu = rate * self.flops / (self.peak * self.world) if self.peak else None
-            if mfu is not None and mfu > 1:
-                name = torch.cuda.get_device_name()
-                raise Halt(Exit.FAILED, f"MFU of {mfu:.0%} is impossible: the peak of {name} or the timing is wrong")
-            memory = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-            row = {
-                "kind": "train", "step": step, "tokens": step * cfg.batch_tokens, "loss": loss,
-                "lr": (cfg.muon_lr if cfg.optimizer == "muon" else cfg.lr) * learning_rate_factor(cfg, step - 1),
-                "grad_norm": norm,
-                "step_ms": elapsed * 1000, "tokens_per_s": rate, "mfu": mfu, "peak_mem_bytes": memory, "train_s": self.train_s,
-                "epoch": (step * cfg.batch_tokens - 1) // len(self.train_stream),
-            }  # fmt: skip
-            if self.save_ms:  # of the save before this step, not part of its step_ms
-                row["save_ms"], self.save_ms = self.save_ms, 0.0
-            step_ms.append(elapsed * 1000)
-            self.log(row)
-            if self.main:
-                self.progress(row)
-            return [stop, ask, over]
-
-        stopping = over = False
+        self.mark = self.tick()  # train_s counts from here, with other work taken out
+        last_save, interval, saved_at = time.perf_counter(), every or 60.0, 0  # auto: the first one soon, to measure it
+        stopping = save_asked = over = False
         while self.step < cfg.max_steps and not (stopping or over):
-            step = self.step
             losses = torch.zeros((), device=self.device)
             for micro in range(self.accum):
                 x, y = next(batches)
                 losses += self.backward(x, y, last=micro == self.accum - 1)
-                if micro == 1 and pending is not None and self.world > 1:
-                    self.wait_for(pending[2])  # a full launch queue would block before a lost rank is noticed
+                if micro == 1 and self.pending and self.world > 1:
+                    self.wait_for(self.pending[0][2])  # a full launch queue would block before a lost rank is noticed
             # What all ranks must agree on travels with the loss: a signal to stop, a wish to save, the time being up.
-            due = cadence in ("auto", "seconds") and time.perf_counter() - last_save > (every or interval)
+            due = cadence in ("auto", "seconds") and time.perf_counter() - last_save > interval
             wishes = [
-                float(bool(self.stop_signal)),
-                float(self.main and ((due and not self.checkpoints.busy()) or self.checkpoints.must_stop())),
-                float(self.main and bool(cfg.max_minutes) and self.train_s > cfg.max_minutes * 60),
-            ]  # fmt: skip
+                bool(self.stop_signal),
+                self.main and ((due and not self.checkpoints.busy()) or self.checkpoints.must_stop()),
+                self.main and bool(cfg.max_minutes) and self.train_s > cfg.max_minutes * 60,
+            ]
             # torch.full, not a copy from the host: a copy from pageable memory would wait for the device.
-            control = torch.stack([losses / cfg.batch_tokens, *(torch.full((), w, device=self.device) for w in wishes)])
+            flags = [torch.full((), float(wish), device=self.device) for wish in wishes]
+            control = torch.stack([losses / cfg.batch_tokens, *flags])
             norm = self.optimizer.finish_gradients(control)
             grad_scale = None
             if self.scaler.is_enabled():
-                self.probe.param_groups[0]["params"][0].grad = norm.clone()
-                self.scaler.unscale_(self.probe)
-                grad_scale = self.probe.param_groups[0]["params"][0].grad / norm.clamp_min(1e-30)
-                norm = self.probe.param_groups[0]["params"][0].grad.clone()
-                self.scaler.step(self.probe)
+                self.probe.grad = norm.clone()
+                self.scaler.unscale_(self.probe_optimizer)
+                grad_scale, norm = self.probe.grad / norm.clamp_min(1e-30), self.probe.grad.clone()
+                self.scaler.step(self.probe_optimizer)
                 self.scaler.update()
-                self.bad |= ~torch.isfinite(control[0])
-                skip = self.bad | ~torch.isfinite(norm)  # fp16 overflow: this step only, and the scale falls
-            else:
-                self.bad |= ~(torch.isfinite(norm) & torch.isfinite(control[0]))
-                skip = self.bad
+            finite, finite_norm = torch.isfinite(control[0]), torch.isfinite(norm)
+            self.bad |= ~(finite if self.scaler.is_enabled() else finite & finite_norm)
+            skip = self.bad | ~finite_norm  # fp16 overflow: this step only, and the scale falls
             if cfg.clip:
                 factor = (cfg.clip / (norm + 1e-6)).clamp(max=1.0)
                 grad_scale = factor if grad_scale is None else grad_scale * factor
-            flags = [0.0, 0.0, 0.0]
+            self.wishes = [False, False, False]
             if cfg.spike != "off":
-                if pending is not None:  # the row of the step before, which a halt would lose
-                    flags, pending = settle(pending), None
+                self.settle()  # the row of the step before, which a halt would lose
                 if math.isfinite(norm.item()) and self.spike_guard(control[0].item(), norm.item()):
                     skip = torch.ones_like(skip)
             self.checkpoints.before_update()
-            self.optimizer.step(learning_rate_factor(cfg, step), muon_momentum(cfg, step), grad_scale, skip)
+            self.optimizer.step(learning_rate_factor(cfg, self.step), muon_momentum(cfg, self.step), grad_scale, skip)
             self.optimizer.zero_grad()
-            self.step, self.tokens = step + 1, (step + 1) * cfg.batch_tokens
-            packed = torch.cat([control[:1], norm.unsqueeze(0), control[1:]])
-            event = None
-            if self.device.type == "cuda":
-                packed = packed.to("cpu", non_blocking=True)
-                event = self.tick()
-            if event is None:  # the CPU has computed everything already
-                flags = settle((self.step, packed, None))
-            else:
-                flags = settle(pending) if pending is not None else flags
-                pending = (self.step, packed, event)
-            stopping, save_asked, over = flags[0] > 0, save_asked or flags[1] > 0, flags[2] > 0
+            self.step, self.tokens = self.step + 1, (self.step + 1) * cfg.batch_tokens
+            packed = torch.cat([control[:1], norm.unsqueeze(0), control[1:]]).to("cpu", non_blocking=True)
+            self.pending.append((self.step, packed, self.tick()))
+            self.settle(late=1 if self.cuda else 0)  # one step late, so that the device never waits for the host
+            stopping, save_asked, over = self.wishes[0], save_asked or self.wishes[1], self.wishes[2]
 
             at_end = self.step == cfg.max_steps or stopping or over
             validate = at_end or (cfg.val_every and self.step % cfg.val_every == 0)
             save = save_asked or (cadence == "steps" and self.step % int(every) == 0)
             if validate or save:
-                if pending is not None:  # before a save, so that nothing follows a step that was not finite
-                    settle(pending)
-                    pending = None
+                self.settle()  # before a save, so that nothing follows a step that was not finite
                 if validate and not stopping:
                     self.validate()
-                clock, mark = time.perf_counter(), self.tick()
-            if save and not at_end:
-                save_asked = False
-                self.save()
-                last_save = clock = time.perf_counter()  # a stall is not training time
-                mark = self.tick()
-                saved_at = len(step_ms)
+                if save and not at_end:
+                    self.save()
+                    last_save, saved_at, save_asked = time.perf_counter(), len(self.step_ms), False
+                self.mark = self.tick()  # neither is training time
             if cadence == "auto" and saved_at and not self.checkpoints.busy():
-                usual = statistics.median(step_ms[max(0, saved_at - 100) : saved_at])
-                lost = self.last_save_ms + sum(ms - usual for ms in step_ms[saved_at:])
+                usual = statistics.median(self.step_ms[max(0, saved_at - 100) : saved_at])
+                lost = self.last_save_ms + sum(ms - usual for ms in self.step_ms[saved_at:])
                 interval, saved_at = self.auto_interval(lost / 1000, interval), 0
         if (cadence != "off" or stopping) and self.resume_from != self.checkpoints.dir / f"step-{self.step:06d}":
             self.save()
@@ -2434,8 +2392,7 @@ class Trainer:
 
     def auto_interval(self, stall: float, before: float) -> float:
         """Seconds to the next checkpoint. stall: seconds that the last one cost, blocked and by slower steps."""
-        devices = self.world if self.device.type == "cuda" else 1
-        mtbf = mean_time_between_failures(self.cfg, devices)
+        mtbf = mean_time_between_failures(self.cfg, self.world if self.cuda else 1)
         upload = self.checkpoints.stats["write_s"] + self.checkpoints.stats["mirror_s"]
         stall = max(stall, 1e-3)
         interval = checkpoint_interval(stall, mtbf, upload)
@@ -2448,7 +2405,7 @@ class Trainer:
 
     def finish(self, code: Exit, reason: str) -> None:
         """Weights, result.json, and whatever must come after everything is written; nothing for a run that never began."""
-        done = code in (Exit.OK, Exit.STOPPED) and hasattr(self, "model")
+        done = code in (Exit.OK, Exit.STOPPED)
         state = self.weights() if done else None
         if not self.main or self.lock is None:
             return
@@ -2456,49 +2413,42 @@ class Trainer:
         weights = save_weights(self.model, cfg, self.run_dir / "model.safetensors", state) if done else None
         rows = read_metrics(self.run_dir)["train"]
         steady = sorted(r["step_ms"] for r in rows[max(3, len(rows) // 10) :] or rows)
-        median = steady[len(steady) // 2] if steady else None
-        rate = cfg.batch_tokens * 1000 / median if median else None
-        peak = getattr(self, "peak", None)
+        rate = cfg.batch_tokens * 1000 / steady[len(steady) // 2] if steady else None
         write_json(self.run_dir / "result.json", {
             "recipe": cfg.recipe, "exit_reason": reason, "exit_code": int(code), "step": self.step, "max_steps": cfg.max_steps,
             "tokens": self.tokens, "train_loss": self.train_loss, "val_loss": self.val_loss, "best_val_loss": self.best_val_loss,
             "val_protocol": self.protocol, "train_seconds": self.train_s, "val_seconds": self.val_s,
             "compile_seconds": self.compile_s, "checkpoint_stall_seconds": self.stall_s,
-            "checkpoints": {**self.checkpoints.stats, "restore_s": self.restore_s} if hasattr(self, "checkpoints") else None,
+            "checkpoints": {**self.checkpoints.stats, "restore_s": self.restore_s},
             "startup_seconds": self.startup_s, "total_seconds": time.perf_counter() - self.began,
-            "loader_wait_seconds": self.loader.wait_s if hasattr(self, "loader") else None,
-            "tokens_per_s": rate, "mfu": rate * flops_per_token(cfg) / (peak * self.world) if rate and peak else None,
+            "loader_wait_seconds": self.loader.wait_s, "tokens_per_s": rate,
+            "mfu": rate * self.flops / (self.peak * self.world) if rate and self.peak else None,
             "peak_mem_bytes": max((r["peak_mem_bytes"] for r in rows), default=0), "params": parameter_count(cfg)["total"],
             "data": self.data_record(), "seed": cfg.seed, "world_size": self.world,
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "device": torch.cuda.get_device_name(self.device) if self.cuda else "cpu",
             "weights": "model.safetensors" if weights else None, "weights_sha256": weights,
         })  # fmt: skip
         if self.wandb is not None:
             self.wandb.close()
 
 
-def available_memory() -> int | None:
-    """Bytes of host memory that can be had without swapping, where the system says so."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+def available_memory() -> float:
+    """Bytes of host memory that can be had without swapping; inf where the system does not say."""
+    info = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+)", info.read_text() if info.exists() else "")
+    return int(found[1]) * 1024 if found else math.inf
 
 
 def explain_out_of_memory(trainer: Trainer) -> str:
     """Writes the allocator's summary into the run directory; returns the line for the person."""
-    cfg = trainer.cfg
-    weights = 4 * parameter_count(cfg)["total"]
-    peak = torch.cuda.max_memory_allocated(trainer.device)
-    state = weights * 2 + trainer.state_bytes() - weights  # weights, gradients, optimizer
+    cfg, device = trainer.cfg, trainer.device
+    state = 4 * parameter_count(cfg)["total"] + trainer.state_bytes()  # gradients; weights and optimizer
     if trainer.run_dir.is_dir():
-        (trainer.run_dir / "out_of_memory.txt").write_text(torch.cuda.memory_summary(trainer.device))
-    room = torch.cuda.get_device_properties(trainer.device).total_memory
+        (trainer.run_dir / "out_of_memory.txt").write_text(torch.cuda.memory_summary(device))
+    room = torch.cuda.get_device_properties(device).total_memory
+    by_sequence = (torch.cuda.max_memory_allocated(device) - state) / cfg.micro_batch
     fit = max(1, cfg.micro_batch // 2)
-    while fit > 1 and state + (peak - state) * fit / cfg.micro_batch > 0.9 * room:
+    while fit > 1 and state + by_sequence * fit > 0.9 * room:
         fit //= 2
     return (
         f"out of GPU memory: weights, gradients and optimizer take {state / 1e9:.1f} GB, activations and logits of --micro-batch "
@@ -2535,37 +2485,35 @@ def name_lost_rank(trainer: Trainer) -> str:
 def train(cfg: Config) -> tuple[Exit, str, Path | None]:
     """Runs one training to its end on this rank. Returns the exit code, a line for the person, and the run directory."""
     trainer = Trainer(cfg)
-    code, reason, line = Exit.OK, "finished", ""
+    reason = line = ""
     try:
         trainer.setup()
         code = trainer.run()
         if code == Exit.STOPPED:
             by = trainer.stop_signal or "on another rank"
             how = f"go on with the same flags and --run-dir {trainer.run_dir} --resume"
-            reason, line = "stopped", f"stopped by signal {by}; saved at step {trainer.step}; {how}"
+            line = f"stopped by signal {by}; saved at step {trainer.step}; {how}"
         elif trainer.step < cfg.max_steps:
             reason, line = "max_minutes", f"stopped after {trainer.train_s / 60:.1f} minutes of training at step {trainer.step}"
     except Halt as e:
         code, line = e.code, str(e)
-        reason = e.code.name.lower()
     except torch.OutOfMemoryError:
-        code, reason, line = Exit.OUT_OF_MEMORY, "out_of_memory", explain_out_of_memory(trainer)
+        code, line = Exit.OUT_OF_MEMORY, explain_out_of_memory(trainer)
     except (TimeoutError, RuntimeError) as e:
         lost_peer = re.search("gloo|NCCL|by peer|roken pipe|[Tt]imed? ?out", str(e))
         if trainer.world == 1 or not (lost_peer or isinstance(e, (TimeoutError, dist.DistError))):
             raise
-        code, reason = Exit.PEER_LOST, "peer_lost"
-        first = str(e).splitlines()[0][:160]
+        code, first = Exit.PEER_LOST, str(e).splitlines()[0][:160]
         lost = f"rank {trainer.rank} lost another rank at step {trainer.step + 1}: {name_lost_rank(trainer)} ({first})"
         print(f"error: {lost}", file=sys.stderr, flush=True)  # by every rank: rank 0 may be the one
     except OSError as e:  # TimeoutError is one too, and was taken above
         if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
             raise
-        code, reason, line = Exit.DISK, "disk", f"{trainer.run_dir} cannot be written: {e.strerror}; checkpoints stand"
+        code, line = Exit.DISK, f"{trainer.run_dir} cannot be written: {e.strerror}; checkpoints stand"
     if code != Exit.PEER_LOST and hasattr(trainer, "checkpoints"):
         trainer.checkpoints.close()
     try:
-        trainer.finish(code, reason)
+        trainer.finish(code, reason or ("finished" if code == Exit.OK else code.name.lower()))
     except OSError as e:
         code, line = Exit.DISK, f"{trainer.run_dir} cannot be written: {e.strerror}; checkpoints stand"
     return code, line, trainer.run_dir
