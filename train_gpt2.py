@@ -27,6 +27,7 @@ import fcntl
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -382,16 +383,13 @@ class TokenStream:
 
     def slice(self, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) as uint16, position taken modulo the length."""
-        out = np.empty(count, dtype=np.uint16)
-        done = 0
-        while done < count:
-            at = (start + done) % len(self)
+        parts = [np.empty(0, dtype=np.uint16)]
+        while count > 0:
+            at = start % len(self)
             i = int(np.searchsorted(self.ends, at, side="right"))
-            inside = at - (int(self.ends[i]) - len(self.shards[i]))
-            part = self.shards[i][inside : inside + count - done]
-            out[done : done + len(part)] = part
-            done += len(part)
-        return out
+            parts.append(self.shards[i][at - int(self.ends[i]) :][:count])  # counted from the shard's end
+            start, count = start + len(parts[-1]), count - len(parts[-1])
+        return np.concatenate(parts)
 
 
 def data_fingerprint(folder: str | Path) -> str:
@@ -443,14 +441,13 @@ class Loader:
 
     def batches(self, first_step: int, last_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, targets), each (micro_batch, T) int64 on the device, for steps first_step .. last_step - 1."""
-        todo = [(s, m) for s in range(first_step, last_step) for m in range(self.accum)]
-        ahead = [self.pool.submit(self._make, *key) for key in todo[:2]]
-        for i in range(len(todo)):
+        todo = ((s, m) for s in range(first_step, last_step) for m in range(self.accum))
+        ahead = collections.deque(self.pool.submit(self._make, *key) for key in itertools.islice(todo, 2))
+        while ahead:
             began = time.perf_counter()
-            tokens = ahead.pop(0).result()
+            tokens = ahead.popleft().result()
             self.wait_s += time.perf_counter() - began
-            if i + 2 < len(todo):
-                ahead.append(self.pool.submit(self._make, *todo[i + 2]))
+            ahead.extend(self.pool.submit(self._make, *key) for key in itertools.islice(todo, 1))
             tokens = tokens.to(self.device, non_blocking=True)
             shape = (self.cfg.micro_batch, self.cfg.seq_len)
             yield tokens[:-1].view(shape), tokens[1:].view(shape)
@@ -1126,11 +1123,9 @@ class Optimizer:
                 fused=True, found_inf=found_inf, amsgrad=False, maximize=False, lr=lr * lr_scale, weight_decay=wd,
                 beta1=self.cfg.beta1, beta2=self.cfg.beta2, eps=self.cfg.eps,
             )  # fmt: skip
-        works = []
-        for name, owner in self.owner.items():
-            t = muon[name][0] if name in muon else self.params[name].data
-            works.append((dist.broadcast(t, src=owner, async_op=True), t))
-        for work, _ in works:
+        sent = [muon[n][0] if n in muon else self.params[n].data for n in self.owner]
+        works = [dist.broadcast(t, src=owner, async_op=True) for t, owner in zip(sent, self.owner.values())]
+        for work in works:
             work.wait()
         for name in (n for n in self.muon if n in self.sharded):  # each rank keeps its own part
             from torch.distributed.tensor import distribute_tensor
@@ -1716,10 +1711,8 @@ def val_protocol(cfg: Config, stream: TokenStream) -> dict[str, Any]:
     digest = hashlib.sha256()
     for start in range(0, cfg.val_tokens + 1, 1 << 20):
         digest.update(check_ids(stream.slice(start, min(1 << 20, cfg.val_tokens + 1 - start)), cfg).tobytes())
-    return {
-        "data": digest.hexdigest(), "tokens": cfg.val_tokens, "seq_len": cfg.seq_len, "document_mask": False,
-        "dtype": cfg.precision,
-    }  # fmt: skip
+    size = {"tokens": cfg.val_tokens, "seq_len": cfg.seq_len}
+    return {"data": digest.hexdigest(), **size, "document_mask": False, "dtype": cfg.precision}
 
 
 def evaluate_tokens(
@@ -1786,9 +1779,8 @@ def default_run_dir(cfg: Config) -> str:
     """runs/<recipe>-<date>: under torchrun the date is the launcher's start, so that a restarted job finds its own."""
     launcher = Path(f"/proc/{os.getppid()}")
     elastic = "TORCHELASTIC_RUN_ID" in os.environ and launcher.exists()
-    began = launcher.stat().st_ctime if elastic else time.time()
-    suffix = f"-{os.getppid()}" if elastic else f"-{os.getpid()}"
-    return f"runs/{cfg.recipe}-{datetime.datetime.fromtimestamp(began):%Y%m%d-%H%M%S}{suffix}"
+    began, process = (launcher.stat().st_ctime, os.getppid()) if elastic else (time.time(), os.getpid())
+    return f"runs/{cfg.recipe}-{datetime.datetime.fromtimestamp(began):%Y%m%d-%H%M%S}-{process}"
 
 
 def setup_distributed(cfg: Config) -> tuple[int, int, torch.device]:
@@ -1921,7 +1913,7 @@ class Trainer(Progress):
         return event
 
     def on_rank0(self, action: Callable[[], Any]) -> Any:
-        """Runs an action on rank 0; if it may not be done or cannot write, every rank ends, and a run directory made here goes."""
+        """Runs an action on rank 0. If it cannot write or is refused, every rank ends, and a run directory made here goes."""
         result: Any = None
         if self.main:
             try:
@@ -2272,43 +2264,41 @@ class Trainer(Progress):
 
     def settle(self, late: int = 0) -> None:
         """Reads and logs what all pending steps but the last `late` have left behind. Raises Halt for numbers not finite."""
-        while len(self.pending) > late:
-            self.settle_one(*self.pending.popleft())
-
-    def settle_one(self, step: int, values: Tensor, done: Any) -> None:
         cfg = self.cfg
-        if self.cuda:
-            self.wait_for(done)
-        loss, norm, *wishes = values.tolist()
-        self.wishes = [wish > 0 for wish in wishes]
-        elapsed = self.mark.elapsed_time(done) / 1000 if self.cuda else done - self.mark
-        self.mark = done
-        self.train_s += elapsed
-        for name, value in (("loss", loss), ("gradient norm", 0.0 if self.scaler.is_enabled() else norm)):
-            if not math.isfinite(value):  # this update and later ones were not made
-                self.step, self.tokens = step - 1, (step - 1) * cfg.batch_tokens
-                raise Halt(Exit.NON_FINITE, f"{name} is {value} at step {step}; the weights are those of step {step - 1}")
-        self.train_loss = loss
-        if self.startup_s is None:
-            self.startup_s = time.perf_counter() - self.began
-        rate = cfg.batch_tokens / elapsed
-        mfu = rate * self.flops / (self.peak * self.world) if self.peak else None
-        if mfu is not None and mfu > 1:
-            name = torch.cuda.get_device_name()
-            raise Halt(Exit.FAILED, f"MFU of {mfu:.0%} is impossible: the peak of {name} or the timing is wrong")
-        row = {
-            "kind": "train", "step": step, "tokens": step * cfg.batch_tokens, "loss": loss,
-            "lr": (cfg.muon_lr if cfg.optimizer == "muon" else cfg.lr) * learning_rate_factor(cfg, step - 1),
-            "grad_norm": norm, "step_ms": elapsed * 1000, "tokens_per_s": rate, "mfu": mfu,
-            "peak_mem_bytes": torch.cuda.max_memory_allocated(self.device) if self.cuda else 0, "train_s": self.train_s,
-            "epoch": (step * cfg.batch_tokens - 1) // len(self.train_stream),
-        }  # fmt: skip
-        if self.save_ms:  # of the save before this step, not part of its step_ms
-            row["save_ms"], self.save_ms = self.save_ms, 0.0
-        self.step_ms.append(elapsed * 1000)
-        self.log(row)
-        if self.main:
-            self.progress(row)
+        while len(self.pending) > late:
+            step, values, done = self.pending.popleft()
+            if self.cuda:
+                self.wait_for(done)
+            loss, norm, *wishes = values.tolist()
+            self.wishes = [wish > 0 for wish in wishes]
+            elapsed = self.mark.elapsed_time(done) / 1000 if self.cuda else done - self.mark
+            self.mark = done
+            self.train_s += elapsed
+            for name, value in (("loss", loss), ("gradient norm", 0.0 if self.scaler.is_enabled() else norm)):
+                if not math.isfinite(value):  # this update and later ones were not made
+                    self.step, self.tokens = step - 1, (step - 1) * cfg.batch_tokens
+                    raise Halt(Exit.NON_FINITE, f"{name} is {value} at step {step}; the weights are those of step {step - 1}")
+            self.train_loss = loss
+            if self.startup_s is None:
+                self.startup_s = time.perf_counter() - self.began
+            rate = cfg.batch_tokens / elapsed
+            mfu = rate * self.flops / (self.peak * self.world) if self.peak else None
+            if mfu is not None and mfu > 1:
+                name = torch.cuda.get_device_name()
+                raise Halt(Exit.FAILED, f"MFU of {mfu:.0%} is impossible: the peak of {name} or the timing is wrong")
+            row = {
+                "kind": "train", "step": step, "tokens": step * cfg.batch_tokens, "loss": loss,
+                "lr": (cfg.muon_lr if cfg.optimizer == "muon" else cfg.lr) * learning_rate_factor(cfg, step - 1),
+                "grad_norm": norm, "step_ms": elapsed * 1000, "tokens_per_s": rate, "mfu": mfu,
+                "peak_mem_bytes": torch.cuda.max_memory_allocated(self.device) if self.cuda else 0, "train_s": self.train_s,
+                "epoch": (step * cfg.batch_tokens - 1) // len(self.train_stream),
+            }  # fmt: skip
+            if self.save_ms:  # of the save before this step, not part of its step_ms
+                row["save_ms"], self.save_ms = self.save_ms, 0.0
+            self.step_ms.append(elapsed * 1000)
+            self.log(row)
+            if self.main:
+                self.progress(row)
 
     def run(self) -> Exit:
         """Trains to the end. Returns Exit.OK or Exit.STOPPED; raises Halt for other ends."""
@@ -2537,10 +2527,9 @@ def main(argv: list[str]) -> int:
     except Exception:  # a bug; a rented machine must still get its --on-finish
         code = Exit.FAILED
         traceback.print_exc()
-    if rank == 0 and cfg is not None and cfg.on_finish and code != Exit.BAD_INPUT:
-        wanted = {"always": True, "success": code == Exit.OK, "failure": code != Exit.OK}[cfg.on_finish_when]
-        if wanted:
-            subprocess.run(cfg.on_finish, shell=True, check=False)
+    ends = {"always": True, "success": code == Exit.OK, "failure": code != Exit.OK}
+    if rank == 0 and cfg is not None and cfg.on_finish and code != Exit.BAD_INPUT and ends[cfg.on_finish_when]:
+        subprocess.run(cfg.on_finish, shell=True, check=False)
     # torchrun restarts every failure; ends that another attempt would only repeat are reported to it as success.
     final = code in (Exit.FAILED, Exit.PEER_LOST, Exit.DISK) or not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     status = int(code) if final else 0
