@@ -1281,9 +1281,8 @@ class _SeenOps(torch.utils._python_dispatch.TorchDispatchMode):
     attention = "math"  # the fused operator that has run, if any
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func).split(".")[1].strip("_")
-        if name.startswith("scaled_dot_product") and self.attention == "math":
-            self.attention = name
+        if self.attention == "math" and "scaled_dot_product" in str(func):
+            self.attention = str(func).split(".")[1].strip("_")
         return func(*args, **(kwargs or {}))
 
 
@@ -1331,11 +1330,10 @@ def environment(cfg: Config, device: torch.device, attention: str, compiled: boo
     """What env.json says; nothing of the process environment is copied, so no token can get in."""
 
     def command(*args: str) -> str | None:
-        try:
-            done = subprocess.run(args, capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent)
-            return done.stdout.strip() or None if done.returncode == 0 else None
-        except (OSError, subprocess.TimeoutExpired):
-            return None
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(args, capture_output=True, text=True, timeout=10, check=True, cwd=Path(__file__).parent)
+            return done.stdout.strip() or None
+        return None
 
     cuda, info = device.type == "cuda", Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*:\s*(.*)", info.read_text()) if info.exists() else None
@@ -1961,7 +1959,7 @@ class Trainer(Progress):
         run_dir, cfg = self.run_dir, self.cfg
         write_json(run_dir / "config.json", {
             "recipe": cfg.recipe, "config": public_config(cfg), "config_hash": config_hash(cfg),
-            "learning_hash": learning_hash(cfg), "val_protocol": self.protocol, "data": self.data_record(),
+            "learning_hash": learning_hash(cfg), "val_protocol": self.protocol, "data": self.data,
         })  # fmt: skip
         write_json(run_dir / "env.json", environment(cfg, self.device, attention, compiled, self.world))
         shutil.copyfile(__file__, run_dir / "train_gpt2.py")
@@ -1969,11 +1967,6 @@ class Trainer(Progress):
         torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
         self.metrics = open(path, "a")  # noqa: SIM115  (kept open for the whole run)
         self.metrics.write("\n" if torn else "")
-
-    def data_record(self) -> dict[str, Any]:
-        manifest = Path(self.cfg.data) / "manifest.json"
-        dataset = read_json(manifest).get("dataset") if manifest.exists() else None
-        return {"dir": self.cfg.data, "fingerprint": self.fingerprint, "dataset": dataset}
 
     def state_bytes(self) -> int:
         """Bytes of a full checkpoint: fp32 weights, one moment for Muon and two for AdamW parameters."""
@@ -2000,6 +1993,9 @@ class Trainer(Progress):
         compiled = cfg.compile == "on" or (cfg.compile == "auto" and self.cuda)
         self.peak, self.flops = peak_flops(device, cfg), flops_per_token(cfg)
         self.fingerprint = self.on_rank0(lambda: data_fingerprint(cfg.data))
+        manifest = Path(cfg.data) / "manifest.json"
+        dataset = read_json(manifest).get("dataset") if manifest.exists() else None
+        self.data = {"dir": cfg.data, "fingerprint": self.fingerprint, "dataset": dataset}
         self.protocol = val_protocol(cfg, self.val_stream)
         self.resume_from: Path | None = self.on_rank0(self.prepare_run_dir)
         meta = read_json(self.resume_from / "train_state.json") if self.resume_from else None
@@ -2414,7 +2410,7 @@ class Trainer(Progress):
             "loader_wait_seconds": self.loader.wait_s, "tokens_per_s": rate,
             "mfu": rate * self.flops / (self.peak * self.world) if rate and self.peak else None,
             "peak_mem_bytes": max((r["peak_mem_bytes"] for r in rows), default=0), "params": parameter_count(cfg)["total"],
-            "data": self.data_record(), "seed": cfg.seed, "world_size": self.world,
+            "data": self.data, "seed": cfg.seed, "world_size": self.world,
             "device": torch.cuda.get_device_name(self.device) if self.cuda else "cpu",
             "weights": "model.safetensors" if weights else None, "weights_sha256": weights,
         })  # fmt: skip
