@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import statistics
@@ -32,7 +33,7 @@ from typing import Any, Protocol
 
 from harness import gates, ledger
 from harness import profile as profiles
-from harness.common import SCHEMA, TRAINER, UserError, is_user_error, read_json
+from harness.common import SCHEMA, TRAINER, UserError, is_user_error, launcher, read_json
 
 TRAINER_FLAGS = True
 ACTIONS = ("list", "show", "accept")
@@ -82,27 +83,48 @@ CANDIDATES: dict[str, Candidate] = {
         _c("block-recompute", "--recompute block", "throughput", "capacity", 0.01, ORDER, "--recompute off"),
         _c("fsdp2", "--parallel fsdp2", "throughput", "capacity", 0.01, ORDER),
         _c("fsdp3", "--parallel fsdp3", "throughput", "capacity", 0.01, ORDER),
-        _c("owner-2", "--parallel owner", "throughput", "compute", 0.01, ORDER, gpus=2),
-        _c("ddp-2", "--parallel ddp", "throughput", "compute", 0.01, ORDER, gpus=2),
-        _c("zero1-2", "--parallel zero1", "throughput", "capacity", 0.01, ORDER, "--parallel owner", gpus=2, control_gpus=2),
-        _c("fsdp2-2", "--parallel fsdp2", "throughput", "capacity", 0.01, ORDER, "--parallel owner", gpus=2, control_gpus=2),
-        _c(
-            "bf16-reduce-2", "--reduce-precision bf16", "throughput", "communication", 0.01, ORDER,
-            "--reduce-precision fp32", gpus=2, control_gpus=2,
-        ),
-        _c("bucket-100-2", "--ddp-bucket-mb 100", "throughput", "communication", 0.01, ORDER, "--parallel ddp",
-            gpus=2, control_gpus=2),
         _c("micro-batch-64", "--micro-batch 64", "throughput", "memory launch", 0.01, ORDER, "--micro-batch 32"),
     )
 }  # fmt: skip
 
-# With these flags the bare recipe is the candidate of the first four and the control of the last two: runs are shared.
+# For N devices, asked for as NAME-N; 0 stands for N. The control of the first two is one device: is N worth it at all?
+SEVERAL: dict[str, Candidate] = {
+    c.name: c
+    for c in (
+        _c("owner", "--parallel owner", "throughput", "compute", 0.01, ORDER, gpus=0),
+        _c("ddp", "--parallel ddp", "throughput", "compute", 0.01, ORDER, gpus=0),
+        _c("owner-over-ddp", "--parallel owner", "throughput", "compute capacity", 0.01, ORDER, "--parallel ddp",
+            gpus=0, control_gpus=0),
+        _c("zero1", "--parallel zero1", "throughput", "capacity", 0.01, ORDER, "--parallel owner", gpus=0, control_gpus=0),
+        _c("fsdp2", "--parallel fsdp2", "throughput", "capacity", 0.01, ORDER, "--parallel owner", gpus=0, control_gpus=0),
+        _c("bf16-reduce", "--reduce-precision bf16", "throughput", "communication", 0.01, ORDER, "--reduce-precision fp32",
+            gpus=0, control_gpus=0),
+        _c("bucket-100", "--parallel ddp --ddp-bucket-mb 100", "throughput", "communication", 0.01, ORDER, "--parallel ddp",
+            gpus=0, control_gpus=0),
+    )
+}  # fmt: skip
+NAMES = (*CANDIDATES, *(f"{name}-N" for name in SEVERAL))
+
+# Those of "h200" share runs: with these flags the bare recipe is the candidate of four and the control of the last two.
+# Those of "devices" run on --gpus N, and share the run of `owner`.
 SUITES: dict[str, tuple[tuple[str, ...], str]] = {
     "h200": (
         ("cudnn-attention", "compile", "muon", "fp8-head", "selective-recompute", "fsdp2"),
         "--attention cudnn --compile on",
     ),
+    "devices": (("owner-over-ddp-N", "zero1-N", "fsdp2-N"), ""),
 }
+
+
+def find_candidate(name: str) -> Candidate:
+    """The candidate of this name; of NAME-N the one on N devices. Raises UserError."""
+    stem, _, count = name.rpartition("-")
+    if name not in CANDIDATES and stem in SEVERAL and count.isdigit() and int(count) > 1:
+        found = SEVERAL[stem]
+        return replace(found, name=name, gpus=int(count), control_gpus=found.control_gpus or int(count))
+    if name not in CANDIDATES:
+        raise UserError(f"no candidate {name!r}; there are {', '.join(NAMES)} (N devices, at least 2), or give --candidate FLAGS")
+    return CANDIDATES[name]
 
 
 # --- trainings ---------------------------------------------------------------------------------------------
@@ -119,13 +141,10 @@ class Job(Protocol):
 class Process:
     """A training as a process group of its own; its output goes to a log, its largest memory to `peak`."""
 
-    def __init__(self, argv: Sequence[str], gpus: int, log: Path, trainer: Path = TRAINER):
+    def __init__(self, argv: Sequence[str], gpus: int, log: Path, trainer: Path = TRAINER, restarts: int = 0):
         import psutil
 
-        command = [sys.executable, str(trainer), *argv]
-        if gpus > 1:
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
-            command = [*launcher, str(trainer), *argv]
+        command = [*launcher(gpus, f"--max-restarts={restarts}"), str(trainer), *argv]
         log.parent.mkdir(parents=True, exist_ok=True)
         self.peak = 0
         with log.open("ab") as out:
@@ -573,7 +592,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "promote",
         help="measure a candidate against the control, gate it, record the verdict",
         usage="python -m harness promote CANDIDATE|list|show ID|accept ID [options] [-- TRAINER FLAGS]",
-        epilog="candidates: " + ", ".join(CANDIDATES),
+        epilog="candidates: " + ", ".join(NAMES),
     )
     parser.add_argument("what", nargs="?", help="a candidate's name, or list, show, accept")
     parser.add_argument("id", nargs="?", help="record for show and accept")
@@ -679,7 +698,10 @@ def _chosen(args: argparse.Namespace) -> list[Candidate]:
     if sum(x is not None for x in (args.what, args.candidate, args.suite)) != 1:
         raise UserError("give one of: a candidate's name, --candidate FLAGS, --suite NAME, list, show ID, accept ID")
     if args.suite:
-        return [CANDIDATES[name] for name in SUITES[args.suite][0]]
+        names = SUITES[args.suite][0]
+        if any(name.endswith("-N") for name in names) and (args.gpus or 0) < 2:
+            raise UserError(f"--suite {args.suite}: say with --gpus on how many devices, at least 2")
+        return [find_candidate(re.sub("-N$", f"-{args.gpus}", name)) for name in names]
     if args.candidate is not None:
         if not 0 <= args.tolerance < 1:
             raise UserError(f"--tolerance {args.tolerance}: nats of val loss, from 0 (bit for bit) to below 1")
@@ -691,9 +713,7 @@ def _chosen(args: argparse.Namespace) -> list[Candidate]:
         return [
             Candidate(name, flags, args.objective, limits, args.tolerance, "declared on the command line", gpus=args.gpus or 1)
         ]
-    if args.what not in CANDIDATES:
-        raise UserError(f"no candidate {args.what!r}; there are {', '.join(CANDIDATES)}, or give --candidate FLAGS")
-    found = CANDIDATES[args.what]
+    found = find_candidate(args.what)
     return [replace(found, gpus=args.gpus)] if args.gpus else [found]
 
 
@@ -737,10 +757,10 @@ def _control_flags(args: argparse.Namespace, records: Sequence[dict[str, Any]], 
     if not args.control:
         current = ledger.control_of(records, recipe)
         return list(current["flags"]) if current else []
-    if args.control in CANDIDATES:
-        chosen = CANDIDATES[args.control]
+    try:
+        chosen = find_candidate(args.control)
         flags, ranks = list(chosen.flags), chosen.gpus
-    else:
+    except UserError:
         record = ledger.find(records, args.control)
         if record["kind"] == "control":
             record = ledger.find(records, record["of"])

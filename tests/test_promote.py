@@ -311,7 +311,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, capsys: pytest
         [], ["no-such-candidate"], ["compile", "--seeds", "1,x"], ["compile", "--seeds", "1,1"], ["compile", "--rounds", "0"],
         ["compile", "--kill-steps", "3"], ["--candidate", "--no-such-flag 1"], ["compile", "--suite", "h200"],
         ["--candidate", "--n-layer 2", "--addresses", "warp"], ["compile", "--baseline", "nothing"],
-        ["compile", "--control", "owner-2"],
+        ["compile", "--control", "owner-2"], ["--suite", "devices"], ["--suite", "devices", "--gpus", "1"], ["ddp-1"],
         ["compile", "--control", "p001"], ["--candidate", "--n-layer 2", "--tolerance", "2"],
     ):  # fmt: skip
         code = main(
@@ -325,14 +325,27 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, capsys: pytest
 def test_every_candidate_is_a_difference_of_two_configs_and_says_why():
     from train_gpt2 import parse_args
 
-    for c in promote.CANDIDATES.values():
+    for c in [*promote.CANDIDATES.values(), *(promote.find_candidate(f"{name}-8") for name in promote.SEVERAL)]:
         old, new = (parse_args(["speedrun", *flags]) for flags in (c.control, c.flags))
         assert old != new or c.gpus != c.control_gpus, c.name
         assert c.objective in gates.OBJECTIVES and c.rationale and 0 <= c.tolerance < 0.02
         assert c.addresses or c.objective != "throughput"
     for names, flags in promote.SUITES.values():
-        assert set(names) <= set(promote.CANDIDATES)
+        assert set(names) <= set(promote.NAMES)
         parse_args(["speedrun", *flags.split()])
+
+
+@pytest.mark.parametrize(("name", "gpus", "control"), [("ddp-2", 2, 1), ("owner-over-ddp-4", 4, 4), ("fsdp2-16", 16, 16)])
+def test_a_candidate_for_several_devices_exists_for_any_number(name: str, gpus: int, control: int):
+    found = promote.find_candidate(name)
+    assert (found.name, found.gpus, found.control_gpus) == (name, gpus, control)
+    assert promote.find_candidate("fsdp2").gpus == 1 and promote.find_candidate("micro-batch-64").gpus == 1
+
+
+@pytest.mark.parametrize("name", ["owner-1", "owner-0", "zero1", "owner-x", "compile-2", "owner--2", "-2", "owner-N"])
+def test_other_names_are_refused(name: str):
+    with pytest.raises(UserError, match=f"no candidate '{name}'"):
+        promote.find_candidate(name)
 
 
 # --- a suite, its trainings played from a table -------------------------------------------------------------
