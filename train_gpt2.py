@@ -158,7 +158,7 @@ class Config:
     epochs: int = opt(1, "passes over the train shards allowed; running out is an error before training", low=1)
     val_every: int = opt(250, "validate every so many steps, and at the end; 0: at the end only")
     val_tokens: int = opt(10_485_760, "validation tokens, the first of the val shards")
-    val_batch: int = opt(64, "sequences per validation forward on one rank", low=1)
+    val_batch: int = opt(64, "sequences per validation forward on one rank; compiled blocks take --micro-batch", low=1)
     # Execution.
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "auto: cuda where there is one")
     precision: Precision = opt("bf16", "arithmetic of the forward and backward; weights and sums stay fp32")
@@ -621,6 +621,7 @@ class GPT(nn.Module):
         self.smear_scale = nn.Parameter(torch.tensor(0.0)) if cfg.smear else None
         rope = rotary_table(cfg.seq_len, cfg.n_embd // cfg.n_head) if cfg.position == "rotary" else torch.empty(0)
         self.register_buffer("rope", rope, persistent=False)
+        self.one_graph = False  # validate with the graphs of training: a forward without gradients would be compiled apart
         self._init_weights()
 
     @torch.no_grad()
@@ -682,8 +683,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def nll(self, idx_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Loss of every token in nats, (B, T) fp32; 0 where the target is -1."""
-        x_NC = self.hidden(idx_BT).flatten(0, 1)
+        """Loss of every token in nats, (B, T) fp32, without gradients; 0 where the target is -1."""
+        with torch.set_grad_enabled(self.one_graph):
+            x_NC = self.hidden(idx_BT).flatten(0, 1).detach()
         return head_nll(x_NC, self.head_weight, targets_BT.flatten(), self.cfg.vocab_size, self.cfg.softcap).view_as(idx_BT)
 
     def logits(self, idx_BT: Tensor) -> Tensor:
@@ -2017,6 +2019,8 @@ class Trainer(Progress):
             if compiled:  # blocks of one kind share one compilation
                 block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
         self.sharded = cfg.parallel.startswith("fsdp")
+        self.model.one_graph = compiled and not self.sharded
+        self.val_rows = cfg.micro_batch if self.model.one_graph else cfg.val_batch
         if self.sharded:
             self.shard_model()
         self.ddp: nn.Module = self.model
@@ -2081,7 +2085,7 @@ class Trainer(Progress):
         self.optimizer.finish_gradients(torch.zeros(1, device=self.device))
         self.optimizer.step(0.0, 0.0, None, torch.ones((), dtype=torch.bool, device=self.device))
         self.optimizer.zero_grad()
-        x = made_up(cfg.val_batch)
+        x = made_up(self.val_rows)
         self.model.nll(x, x)
         self.reshard()
         self.synchronize()
@@ -2184,7 +2188,7 @@ class Trainer(Progress):
     def validate(self) -> None:
         self.synchronize()
         began, cfg = time.perf_counter(), self.cfg
-        loss = evaluate_tokens(self.model, self.val_stream, cfg.val_tokens, cfg.seq_len, cfg.val_batch, self.rank, self.world)
+        loss = evaluate_tokens(self.model, self.val_stream, cfg.val_tokens, cfg.seq_len, self.val_rows, self.rank, self.world)
         self.reshard()
         seconds = time.perf_counter() - began
         self.val_s += seconds

@@ -25,7 +25,7 @@ from harness.common import TRAINER, UserError
 
 # A short speedrun on 0.1B tokens: small batches learn most per token at this length.
 SPEEDRUN_FLAGS = (
-    "--batch-tokens 65536 --micro-batch 64 --max-steps 1536 --val-every 256 --val-tokens 1835008 --epochs 2 "
+    "--batch-tokens 65536 --micro-batch 64 --max-steps 1250 --val-every 250 --val-tokens 1835008 --epochs 2 "
     "--muon-lr 0.02 --muon-momentum-warmup 300 --checkpoint-every 0"
 )
 SHORT = "--val-every 0 --val-tokens 65536 --val-batch 16 --checkpoint-every 0 --epochs 4"

@@ -58,6 +58,13 @@ def flag_value(argv: Sequence[str], flag: str) -> str | None:
     return value
 
 
+def launcher(ranks: int = 1, *options: str) -> list[str]:
+    """What a script (or -m and a module) is appended to: the interpreter, or torchrun with so many ranks of this node."""
+    if ranks <= 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *options]
+
+
 def launch_training(argv: Sequence[str], gpus: int = 1, max_restarts: int = 0) -> int:
     """Run the trainer with `argv` on `gpus` ranks of this node; returns the trainer's exit code.
 
@@ -68,8 +75,7 @@ def launch_training(argv: Sequence[str], gpus: int = 1, max_restarts: int = 0) -
     if gpus <= 1:
         return run_process([sys.executable, str(TRAINER), *argv])
     started = time.time()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
-    code = run_process([*torchrun, f"--max-restarts={max_restarts}", str(TRAINER), *argv])
+    code = run_process([*launcher(gpus, f"--max-restarts={max_restarts}"), str(TRAINER), *argv])
     if run_dir := flag_value(argv, "--run-dir"):
         result = Path(run_dir) / "result.json"
         if result.exists() and result.stat().st_mtime >= started:

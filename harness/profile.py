@@ -23,7 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from harness.common import SCHEMA, UserError, read_json, run_process
+from harness.common import SCHEMA, UserError, launcher, read_json, run_process
 
 Interval = tuple[float, float]
 
@@ -572,10 +572,7 @@ def profile(
     train = trainer_flags(recipe, flags, out, steps, warm, plain)
     out.mkdir(parents=True, exist_ok=True)
     own = [str(out), str(warm), str(plain), str(steps), str(int(nvtx)), *train]
-    launcher = [sys.executable, "-m"]
-    if gpus > 1:
-        launcher += ["torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m"]
-    code = process([*launcher, "harness.profile", *own])
+    code = process([*launcher(gpus), "-m", "harness.profile", *own])
     if code or not (out / "rank-0.json").exists():
         raise UserError(f"the profiled training ended with exit code {code}; see its message above")
     content = summarize(out)

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import statistics
@@ -32,7 +33,7 @@ from typing import Any, Protocol
 
 from harness import gates, ledger
 from harness import profile as profiles
-from harness.common import SCHEMA, TRAINER, UserError, is_user_error, read_json
+from harness.common import SCHEMA, TRAINER, UserError, is_user_error, launcher, read_json
 
 TRAINER_FLAGS = True
 ACTIONS = ("list", "show", "accept")
@@ -82,27 +83,48 @@ CANDIDATES: dict[str, Candidate] = {
         _c("block-recompute", "--recompute block", "throughput", "capacity", 0.01, ORDER, "--recompute off"),
         _c("fsdp2", "--parallel fsdp2", "throughput", "capacity", 0.01, ORDER),
         _c("fsdp3", "--parallel fsdp3", "throughput", "capacity", 0.01, ORDER),
-        _c("owner-2", "--parallel owner", "throughput", "compute", 0.01, ORDER, gpus=2),
-        _c("ddp-2", "--parallel ddp", "throughput", "compute", 0.01, ORDER, gpus=2),
-        _c("zero1-2", "--parallel zero1", "throughput", "capacity", 0.01, ORDER, "--parallel owner", gpus=2, control_gpus=2),
-        _c("fsdp2-2", "--parallel fsdp2", "throughput", "capacity", 0.01, ORDER, "--parallel owner", gpus=2, control_gpus=2),
-        _c(
-            "bf16-reduce-2", "--reduce-precision bf16", "throughput", "communication", 0.01, ORDER,
-            "--reduce-precision fp32", gpus=2, control_gpus=2,
-        ),
-        _c("bucket-100-2", "--ddp-bucket-mb 100", "throughput", "communication", 0.01, ORDER, "--parallel ddp",
-            gpus=2, control_gpus=2),
         _c("micro-batch-64", "--micro-batch 64", "throughput", "memory launch", 0.01, ORDER, "--micro-batch 32"),
     )
 }  # fmt: skip
 
-# With these flags the bare recipe is the candidate of the first four and the control of the last two: runs are shared.
+# For N devices, asked for as NAME-N; 0 stands for N. The control of the first two is one device: is N worth it at all?
+SEVERAL: dict[str, Candidate] = {
+    c.name: c
+    for c in (
+        _c("owner", "--parallel owner", "throughput", "compute", 0.01, ORDER, gpus=0),
+        _c("ddp", "--parallel ddp", "throughput", "compute", 0.01, ORDER, gpus=0),
+        _c("owner-over-ddp", "--parallel owner", "throughput", "compute capacity", 0.01, ORDER, "--parallel ddp",
+            gpus=0, control_gpus=0),
+        _c("zero1", "--parallel zero1", "throughput", "capacity", 0.01, ORDER, "--parallel owner", gpus=0, control_gpus=0),
+        _c("fsdp2", "--parallel fsdp2", "throughput", "capacity", 0.01, ORDER, "--parallel owner", gpus=0, control_gpus=0),
+        _c("bf16-reduce", "--reduce-precision bf16", "throughput", "communication", 0.01, ORDER, "--reduce-precision fp32",
+            gpus=0, control_gpus=0),
+        _c("bucket-100", "--parallel ddp --ddp-bucket-mb 100", "throughput", "communication", 0.01, ORDER, "--parallel ddp",
+            gpus=0, control_gpus=0),
+    )
+}  # fmt: skip
+NAMES = (*CANDIDATES, *(f"{name}-N" for name in SEVERAL))
+
+# Those of "h200" share runs: with these flags the bare recipe is the candidate of four and the control of the last two.
+# Those of "devices" run on --gpus N, and share the run of `owner`.
 SUITES: dict[str, tuple[tuple[str, ...], str]] = {
     "h200": (
         ("cudnn-attention", "compile", "muon", "fp8-head", "selective-recompute", "fsdp2"),
         "--attention cudnn --compile on",
     ),
+    "devices": (("owner-over-ddp-N", "zero1-N", "fsdp2-N"), ""),
 }
+
+
+def find_candidate(name: str) -> Candidate:
+    """The candidate of this name; of NAME-N the one on N devices. Raises UserError."""
+    stem, _, count = name.rpartition("-")
+    if name not in CANDIDATES and stem in SEVERAL and count.isdigit() and int(count) > 1:
+        found = SEVERAL[stem]
+        return replace(found, name=name, gpus=int(count), control_gpus=found.control_gpus or int(count))
+    if name not in CANDIDATES:
+        raise UserError(f"no candidate {name!r}; there are {', '.join(NAMES)} (N devices, at least 2), or give --candidate FLAGS")
+    return CANDIDATES[name]
 
 
 # --- trainings ---------------------------------------------------------------------------------------------
@@ -119,13 +141,10 @@ class Job(Protocol):
 class Process:
     """A training as a process group of its own; its output goes to a log, its largest memory to `peak`."""
 
-    def __init__(self, argv: Sequence[str], gpus: int, log: Path, trainer: Path = TRAINER):
+    def __init__(self, argv: Sequence[str], gpus: int, log: Path, trainer: Path = TRAINER, restarts: int = 0):
         import psutil
 
-        command = [sys.executable, str(trainer), *argv]
-        if gpus > 1:
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
-            command = [*launcher, str(trainer), *argv]
+        command = [*launcher(gpus, f"--max-restarts={restarts}"), str(trainer), *argv]
         log.parent.mkdir(parents=True, exist_ok=True)
         self.peak = 0
         with log.open("ab") as out:
@@ -293,6 +312,8 @@ class Plan:
     memory_limit: int | None
     baseline: dict[str, Any] | None
     kill_steps: int = 40
+    anyway: bool = False  # train although the control's profile says that there is nothing to gain
+    note: str = ""
     fresh_after: int = 3  # a shared arm is run again once it is so many decisions old
 
 
@@ -360,45 +381,38 @@ def decide(
     schedule = ["--max-steps", str(steps), "--val-every", str(every), "--checkpoint-every", "0", *data_flags(old, steps)]
     old, new = [*old, *schedule], [*new, *schedule]
 
-    arms: dict[str, list[Path]] = {"control": [], "candidate": []}
-    pairs = [("control", old, candidate.control_gpus), ("candidate", new, candidate.gpus)]
-    lab.say(f"{candidate.name}: {steps} steps an arm, seeds {', '.join(map(str, plan.seeds))}, {plan.rounds} round(s)")
-    for turn in range(plan.rounds):
-        for seed in plan.seeds:
-            # A-B, then B-A: what drifts with time falls on both arms alike.
-            for name, argv, gpus in pairs if (turn + plan.seeds.index(seed)) % 2 == 0 else pairs[::-1]:
-                argv = [*argv, "--seed", str(seed)]
-                key = f"{short(argv)}-{gpus}"
-                known = lab.made.setdefault(key, [])
-                fresh = [run for when, run in known if number - when < plan.fresh_after]
-                if len(fresh) <= turn:
-                    run = lab.train(f"{key}-{len(known)}", argv, gpus)
-                    known.append((number, run))
-                for _, run in known:
-                    if run not in arms[name]:
-                        arms[name].append(run)
     evidence = gates.Evidence(
         objective=candidate.objective,
         addresses=candidate.addresses,
         tolerance=candidate.tolerance,
         profile=found,
         problem=problem,
-        control=arms["control"],
-        candidate=arms["candidate"],
+        control=[],
+        candidate=[],
         baseline=plan.baseline,
     )
+    outcome = [] if plan.anyway or found is None else gates.unworthy(evidence)
+    trained = not outcome
+    if trained:
+        arms = _train_arms(candidate, plan, lab, old, new, number, steps)
+    else:
+        lab.say(f"{candidate.name}: nothing is trained, since the profile decides (--anyway trains all the same)")
+        arms = {"control": [where / "run"], "candidate": []}
+    evidence.control, evidence.candidate = arms["control"], arms["candidate"]
     spoke = next((run for run in [*arms["candidate"], *arms["control"]] if (run / "env.json").exists()), None)
     if spoke is None:
         raise UserError(
             f"neither arm got as far as its first step: {', '.join(run.name for runs in arms.values() for run in runs)}"
         )
     env = read_json(spoke / "env.json")
-    limit = plan.memory_limit or (found or {}).get("device_bytes") or (host_memory() if env["device"] == "cpu" else None)
+    own = host_memory() if env["device"] == "cpu" else env.get("gpu_memory_bytes")
+    limit = plan.memory_limit or (found or {}).get("device_bytes") or own
     workload = workload_of(spoke, plan, steps)
     evidence.memory_limit, evidence.origin = limit, ledger.origin_loss(records, workload["key"])
-    outcome = gates.evaluate(replace(evidence, recovery={"problem": "not yet killed"}))
     recovery = None
-    if all(gate.status == "pass" for gate in outcome if gate.number != 4):
+    if trained:
+        outcome = gates.evaluate(replace(evidence, recovery={"problem": "not yet killed"}))
+    if trained and all(gate.status == "pass" for gate in outcome if gate.number != 4):
         lab.say(f"{candidate.name}: kill and resume")
         argv = [*new, "--seed", str(plan.seeds[0]), *data_flags(new, plan.kill_steps)]
         kill_argv = [*argv, "--val-tokens", str(configs[1]["seq_len"] * 8)]
@@ -406,11 +420,14 @@ def decide(
         evidence.recovery = recovery
         # On the CPU every bit must return; a GPU's own repetitions differ by the order of atomic additions.
         evidence.recovery_tolerance = 0.0 if env["device"] == "cpu" or configs[1]["deterministic"] else 0.01
-    outcome = gates.evaluate(evidence)
+    if trained:
+        outcome = gates.evaluate(evidence)
     verdict, reason = gates.verdict(outcome)
     objective = next(gate for gate in outcome if gate.number == 3)
     control, tried = (measured(arms[name], recovery if name == "candidate" else None, plan.price) for name in arms)
-    notes = []
+    if found and not trained:
+        control |= {key: found[key] for key in ("tokens_per_s", "step_ms", "mfu", "peak_bytes")} | {"val_loss": None}
+    notes = [plan.note] if plan.note else []
     if found:
         notes.append("control's step, ms: " + ", ".join(f"{k.replace('_', ' ')} {v:.2f}" for k, v in found["parts_ms"].items()))
         notes += [f"profile: {text}" for text in found["warnings"]]
@@ -446,6 +463,30 @@ def decide(
         "reason": reason,
         "notes": notes,
     }
+
+
+def _train_arms(
+    candidate: Candidate, plan: Plan, lab: Lab, old: list[str], new: list[str], number: int, steps: int
+) -> dict[str, list[Path]]:
+    """Runs of both arms, interleaved; a run that another decision has made lately is shared."""
+    arms: dict[str, list[Path]] = {"control": [], "candidate": []}
+    pairs = [("control", old, candidate.control_gpus), ("candidate", new, candidate.gpus)]
+    lab.say(f"{candidate.name}: {steps} steps an arm, seeds {', '.join(map(str, plan.seeds))}, {plan.rounds} round(s)")
+    for turn in range(plan.rounds):
+        for seed in plan.seeds:
+            # A-B, then B-A: what drifts with time falls on both arms alike.
+            for name, argv, gpus in pairs if (turn + plan.seeds.index(seed)) % 2 == 0 else pairs[::-1]:
+                argv = [*argv, "--seed", str(seed)]
+                key = f"{short(argv)}-{gpus}"
+                known = lab.made.setdefault(key, [])
+                fresh = [run for when, run in known if number - when < plan.fresh_after]
+                if len(fresh) <= turn:
+                    run = lab.train(f"{key}-{len(known)}", argv, gpus)
+                    known.append((number, run))
+                for _, run in known:
+                    if run not in arms[name]:
+                        arms[name].append(run)
+    return arms
 
 
 def quiet(log: Path) -> Callable[[Sequence[str]], int]:
@@ -506,7 +547,9 @@ def hardware(env: dict[str, Any], candidate: Candidate) -> dict[str, Any]:
 
 
 def measured(paths: Sequence[Path], recovery: dict[str, Any] | None, price: float | None) -> dict[str, Any]:
-    """An arm's figures, over its runs: medians of steady steps, the largest peak."""
+    """An arm's figures, over its runs: medians of steady steps, the largest peak. Empty for one that was not trained."""
+    if not paths:
+        return {}
     runs = [gates.read(path) for path in paths]
     steady = [gates.steady(run) for run in runs if run.train]
     rate = statistics.fmean(statistics.median(s) for s in steady if s) if any(steady) else None
@@ -521,7 +564,7 @@ def measured(paths: Sequence[Path], recovery: dict[str, Any] | None, price: floa
         twin = read_json(Path(recovery["twin"]) / "result.json")
         saved = twin.get("checkpoints") or {}
         checkpoint = saved.get("bytes")
-        stall = twin["checkpoint_stall_seconds"] * 1000 / saved["saves"] if saved.get("saves") else None
+        stall = first_stall(gates.read(Path(recovery["twin"])).train)
         stored = saved.get("write_s")
     return {
         "runs": [path.name for path in paths],
@@ -543,6 +586,13 @@ def measured(paths: Sequence[Path], recovery: dict[str, Any] | None, price: floa
     }
 
 
+def first_stall(rows: Sequence[dict[str, Any]]) -> float | None:
+    """Milliseconds that the first save cost: blocked, and by the slower step after it. Later ones may wait for the one before."""
+    after = next((row for row in rows if row.get("save_ms")), None)
+    usual = statistics.median(row["step_ms"] for row in rows) if rows else 0.0
+    return after["save_ms"] + max(0.0, after["step_ms"] - usual) if after else None
+
+
 def state_bytes(config: dict[str, Any]) -> int | None:
     """fp32 weights and moments of the whole model (one for Muon's matrices, two for AdamW's parameters)."""
     import torch
@@ -559,7 +609,7 @@ def state_bytes(config: dict[str, Any]) -> int | None:
 
 def break_even(control: dict[str, Any], candidate: dict[str, Any]) -> float | None:
     """Steps after which a longer start-up has paid for itself; None where there is nothing to pay or to gain."""
-    if not control["step_ms"] or not candidate["step_ms"]:
+    if not control.get("step_ms") or not candidate.get("step_ms"):
         return None
     extra, saved = candidate["compile_s"] - control["compile_s"], control["step_ms"] - candidate["step_ms"]
     return extra * 1000 / saved if extra > 0 and saved > 0 else None
@@ -573,7 +623,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "promote",
         help="measure a candidate against the control, gate it, record the verdict",
         usage="python -m harness promote CANDIDATE|list|show ID|accept ID [options] [-- TRAINER FLAGS]",
-        epilog="candidates: " + ", ".join(CANDIDATES),
+        epilog="candidates: " + ", ".join(NAMES),
     )
     parser.add_argument("what", nargs="?", help="a candidate's name, or list, show, accept")
     parser.add_argument("id", nargs="?", help="record for show and accept")
@@ -592,6 +642,8 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--seeds", default="1337", help="comma-separated; several make the loss gate a test")
     parser.add_argument("--rounds", type=int, help="runs of each arm and seed (default 2; in a suite 1)")
     parser.add_argument("--kill-steps", type=int, default=40, help="steps of the killed run (default 40)")
+    parser.add_argument("--anyway", action="store_true", help="train although the profile says that there is nothing to gain")
+    parser.add_argument("--note", default="", help="a remark kept with the record")
     parser.add_argument("--baseline", help="frozen baseline that the candidate must not fall behind")
     parser.add_argument("--memory-limit", type=float, metavar="GB", help="memory that must suffice (default: the device's)")
     parser.add_argument("--price", type=float, help="price of one device hour, for the cost of a billion tokens")
@@ -679,7 +731,10 @@ def _chosen(args: argparse.Namespace) -> list[Candidate]:
     if sum(x is not None for x in (args.what, args.candidate, args.suite)) != 1:
         raise UserError("give one of: a candidate's name, --candidate FLAGS, --suite NAME, list, show ID, accept ID")
     if args.suite:
-        return [CANDIDATES[name] for name in SUITES[args.suite][0]]
+        names = SUITES[args.suite][0]
+        if any(name.endswith("-N") for name in names) and (args.gpus or 0) < 2:
+            raise UserError(f"--suite {args.suite}: say with --gpus on how many devices, at least 2")
+        return [find_candidate(re.sub("-N$", f"-{args.gpus}", name)) for name in names]
     if args.candidate is not None:
         if not 0 <= args.tolerance < 1:
             raise UserError(f"--tolerance {args.tolerance}: nats of val loss, from 0 (bit for bit) to below 1")
@@ -691,9 +746,7 @@ def _chosen(args: argparse.Namespace) -> list[Candidate]:
         return [
             Candidate(name, flags, args.objective, limits, args.tolerance, "declared on the command line", gpus=args.gpus or 1)
         ]
-    if args.what not in CANDIDATES:
-        raise UserError(f"no candidate {args.what!r}; there are {', '.join(CANDIDATES)}, or give --candidate FLAGS")
-    found = CANDIDATES[args.what]
+    found = find_candidate(args.what)
     return [replace(found, gpus=args.gpus)] if args.gpus else [found]
 
 
@@ -726,7 +779,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     return Plan(
         recipe, tuple(flags), args.minutes_each, args.steps, seeds, args.rounds or (1 if args.suite else 2), args.price,
         int(args.memory_limit * 1e9) if args.memory_limit else None,
-        baseline.load(args.baseline) if args.baseline else None, args.kill_steps,
+        baseline.load(args.baseline) if args.baseline else None, args.kill_steps, args.anyway, args.note,
     )  # fmt: skip
 
 
@@ -737,10 +790,10 @@ def _control_flags(args: argparse.Namespace, records: Sequence[dict[str, Any]], 
     if not args.control:
         current = ledger.control_of(records, recipe)
         return list(current["flags"]) if current else []
-    if args.control in CANDIDATES:
-        chosen = CANDIDATES[args.control]
+    try:
+        chosen = find_candidate(args.control)
         flags, ranks = list(chosen.flags), chosen.gpus
-    else:
+    except UserError:
         record = ledger.find(records, args.control)
         if record["kind"] == "control":
             record = ledger.find(records, record["of"])

@@ -114,13 +114,14 @@ def test_head_loss_on_the_device_equals_float64(cap: float, fp8: bool) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 128, 128), (2, 512, 128), (2, 128, 512)])
 def test_orthogonalization_in_bf16_against_svd(shape: tuple[int, int, int]) -> None:
-    """The float64 band [0.846, 1.124], widened by bf16's 2^-8 through five products of three factors."""
+    """The float64 band [0.846, 1.124] of singular values from 1e-3 of the norm, widened by bf16 through five products."""
     g = torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     out = train_gpt2.orthogonalize(g).double()
     for one, result_ in zip(g.double(), out, strict=True):
-        u, _, vt = torch.linalg.svd(one, full_matrices=False)
+        u, s, vt = torch.linalg.svd(one, full_matrices=False)
+        promised = int((s >= 1e-3 * one.norm()).sum())
         singular = torch.linalg.svdvals(result_)
-        assert singular.min() > 0.75 and singular.max() < 1.2
+        assert promised >= len(s) - 2 and singular[promised - 1] > 0.75 and singular.max() < 1.2
         assert (result_ * (u @ vt)).sum() / (result_.norm() * (u @ vt).norm()) > 0.99
 
 
@@ -161,11 +162,6 @@ def test_a_skipped_step_changes_no_bit(recipe: str, compiled: bool) -> None:
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
 def test_every_backend_is_causal_and_near_the_cpu(recipe: str, backend: str) -> None:
     cfg = parse_args(command(recipe, Path("x"), Path("y"), attention=backend))
-    device = torch.device("cuda", 0)
-    try:
-        train_gpt2.choose_attention(cfg, device)
-    except train_gpt2.UserError as e:
-        pytest.skip(str(e))
     model = GPT(cfg)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -174,7 +170,12 @@ def test_every_backend_is_causal_and_near_the_cpu(recipe: str, backend: str) -> 
     exact = GPT(dataclasses.replace(cfg, precision="fp32"))
     exact.load_state_dict(model.state_dict())
     idx = torch.randint(cfg.vocab_size, (2, 128), generator=generator)
+    train_gpt2.choose_attention(dataclasses.replace(exact.cfg, attention="math"), torch.device("cpu"))
     want, model = exact.logits(idx), model.cuda()
+    try:
+        train_gpt2.choose_attention(cfg, torch.device("cuda", 0))
+    except train_gpt2.UserError as e:
+        pytest.skip(str(e))
     before = model.logits(idx.cuda())
     assert ((before.cpu() - want).norm() / want.norm()) < 0.1  # bf16 through four layers
     for t in (1, 64, 127):

@@ -103,6 +103,9 @@ def test_gpt2_logits_loss_and_gradients_equal_transformers() -> None:
     torch.testing.assert_close(model.logits(idx), logits, rtol=1e-5, atol=1e-4)
     nll = F.cross_entropy(logits.view(-1, 50257), targets.view(-1), reduction="none")
     torch.testing.assert_close(model.nll(idx, targets).view(-1), nll, rtol=1e-5, atol=1e-5)
+    without = model.nll(idx, targets)
+    model.one_graph = True
+    assert torch.equal(model.nll(idx, targets), without) and not model.nll(idx, targets).requires_grad
     loss = model(idx, targets)
     torch.testing.assert_close(loss, nll.sum(), rtol=1e-6, atol=0)
     (loss / 96).backward()

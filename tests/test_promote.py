@@ -123,6 +123,18 @@ def test_a_machine_that_slows_down_under_both_arms_is_not_the_candidates_fault(t
     assert first_failure(evidence(tmp_path, candidate, control=arm(tmp_path, "control", speed=hot))) == 0
 
 
+def test_a_candidate_that_heats_the_device_is_judged_on_its_last_third(tmp_path: Path):
+    """1.2 times as fast at first, 1.17 at the end; a twentieth less than at first is more than heat."""
+    for fall, expected in ((0.03, 0), (0.12, 3)):
+        candidate = arm(tmp_path, f"c{fall}", speed=lambda s, f=fall: 1.2 * (1 - f * min(s, 120) / 120))
+        shutil.rmtree(tmp_path / "twin", ignore_errors=True)
+        shutil.rmtree(tmp_path / "broken", ignore_errors=True)
+        e = evidence(tmp_path, candidate, control=arm(tmp_path, f"control{fall}"))
+        assert first_failure(e) == expected
+        assert "in the last third" in gate(e, 3).evidence
+        assert gate(e, 3).data["ratio"][0] == pytest.approx(1.2 * (1 - fall), abs=0.02)
+
+
 @pytest.mark.parametrize("seeds", [(1,), (1, 2), (1, 2, 3, 4)])
 def test_a_loss_shifted_by_two_hundredths_fails_at_the_loss(tmp_path: Path, seeds: Sequence[int]):
     noise = {1: 0.001, 2: -0.0012, 3: 0.0004, 4: -0.0007}
@@ -311,7 +323,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, capsys: pytest
         [], ["no-such-candidate"], ["compile", "--seeds", "1,x"], ["compile", "--seeds", "1,1"], ["compile", "--rounds", "0"],
         ["compile", "--kill-steps", "3"], ["--candidate", "--no-such-flag 1"], ["compile", "--suite", "h200"],
         ["--candidate", "--n-layer 2", "--addresses", "warp"], ["compile", "--baseline", "nothing"],
-        ["compile", "--control", "owner-2"],
+        ["compile", "--control", "owner-2"], ["--suite", "devices"], ["--suite", "devices", "--gpus", "1"], ["ddp-1"],
         ["compile", "--control", "p001"], ["--candidate", "--n-layer 2", "--tolerance", "2"],
     ):  # fmt: skip
         code = main(
@@ -325,14 +337,27 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, capsys: pytest
 def test_every_candidate_is_a_difference_of_two_configs_and_says_why():
     from train_gpt2 import parse_args
 
-    for c in promote.CANDIDATES.values():
+    for c in [*promote.CANDIDATES.values(), *(promote.find_candidate(f"{name}-8") for name in promote.SEVERAL)]:
         old, new = (parse_args(["speedrun", *flags]) for flags in (c.control, c.flags))
         assert old != new or c.gpus != c.control_gpus, c.name
         assert c.objective in gates.OBJECTIVES and c.rationale and 0 <= c.tolerance < 0.02
         assert c.addresses or c.objective != "throughput"
     for names, flags in promote.SUITES.values():
-        assert set(names) <= set(promote.CANDIDATES)
+        assert set(names) <= set(promote.NAMES)
         parse_args(["speedrun", *flags.split()])
+
+
+@pytest.mark.parametrize(("name", "gpus", "control"), [("ddp-2", 2, 1), ("owner-over-ddp-4", 4, 4), ("fsdp2-16", 16, 16)])
+def test_a_candidate_for_several_devices_exists_for_any_number(name: str, gpus: int, control: int):
+    found = promote.find_candidate(name)
+    assert (found.name, found.gpus, found.control_gpus) == (name, gpus, control)
+    assert promote.find_candidate("fsdp2").gpus == 1 and promote.find_candidate("micro-batch-64").gpus == 1
+
+
+@pytest.mark.parametrize("name", ["owner-1", "owner-0", "zero1", "owner-x", "compile-2", "owner--2", "-2", "owner-N"])
+def test_other_names_are_refused(name: str):
+    with pytest.raises(UserError, match=f"no candidate '{name}'"):
+        promote.find_candidate(name)
 
 
 # --- a suite, its trainings played from a table -------------------------------------------------------------
@@ -392,7 +417,8 @@ def test_a_suite_shares_runs_survives_a_failure_and_goes_on_where_it_stopped(
     def profile(recipe: str, flags: Sequence[str], out: Path, *rest: Any, **more: Any) -> dict[str, Any]:
         profiles.append(out.name)
         content = {"schema": 1, **PROFILE, "warnings": [], "step_ms": 1000.0, "device_bytes": 141 * GB}
-        out.mkdir(parents=True)
+        content |= {"tokens_per_s": 65_536.0, "mfu": 0.4, "peak_bytes": 20 * GB}
+        write_run(out / "run", steps=12, peak_mem_bytes=20 * GB)
         (out / "profile.json").write_text(json.dumps(content))
         return content
 
@@ -409,6 +435,8 @@ def test_a_suite_shares_runs_survives_a_failure_and_goes_on_where_it_stopped(
         lab.folder.mkdir(exist_ok=True)
         return promote._decide_all(args, promote._chosen(args), promote._plan(args), lab, [])
 
+    everything = call
+    call = lambda *more: everything("--anyway", *more)  # noqa: E731
     assert call("--stop-after", "1") == 3 and not Played.made and not (tmp_path / "ledger.jsonl").exists()
     capsys.readouterr()
     assert call() == 1, "one decision could not be made"
@@ -430,6 +458,15 @@ def test_a_suite_shares_runs_survives_a_failure_and_goes_on_where_it_stopped(
     assert sum(name.startswith("broken") for name in Played.made) == 2, "one kill and one resume serve all four"
     made = list(Played.made)
     assert call() == 1 and Played.made == made, "nothing finished is made again"
+    # Without --anyway the profile decides, and the candidates that it speaks against are not trained.
+    for name in ("fsdp2", "selective-recompute"):
+        (tmp_path / "out" / f"decision-{name}.json").unlink(missing_ok=True)
+    assert everything() == 0 and Played.made == made
+    last = ledger.read(tmp_path / "ledger.jsonl")[-1]
+    assert last["candidate"] == "fsdp2" and last["reason"].startswith("gate 1 (limit): memory does not bind")
+    assert last["measured"]["candidate"] == {} and last["measured"]["control"]["step_ms"] == 1000.0
+    assert [g["status"] for g in last["gates"]] == ["fail", *["skipped"] * 4]
+    assert "-" in (tmp_path / "ledger.md").read_text().splitlines()[-3]
 
 
 # --- a real kill -------------------------------------------------------------------------------------------
