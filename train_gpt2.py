@@ -459,8 +459,16 @@ class Loader:
 class Linear(nn.Linear):
     """Weights are kept in fp32 and cast to the activations' type where they are used."""
 
+    def reset_parameters(self) -> None:
+        """Nothing: GPT gives every weight its first value."""
+
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Nothing, as above."""
 
 
 class LayerNorm(nn.LayerNorm):
@@ -605,12 +613,12 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.dtype = COMPUTE_DTYPE[cfg.precision]
-        self.wte = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
-        self.wpe = nn.Embedding(cfg.seq_len, cfg.n_embd) if cfg.position == "learned" else None
+        self.wte = Embedding(cfg.padded_vocab, cfg.n_embd)
+        self.wpe = Embedding(cfg.seq_len, cfg.n_embd) if cfg.position == "learned" else None
         n = cfg.value_embeds
         # Value embeddings (Zhou et al. 2024, arXiv 2410.17897, in the form of modded-nanogpt record 16): table j serves
         # blocks j and n_layer - n + j.
-        self.value_tables = nn.ModuleList(nn.Embedding(cfg.padded_vocab, cfg.n_embd) for _ in range(n))
+        self.value_tables = nn.ModuleList(Embedding(cfg.padded_vocab, cfg.n_embd) for _ in range(n))
         self.table_of = [i if i < n else i - (cfg.n_layer - n) if i >= cfg.n_layer - n else -1 for i in range(cfg.n_layer)]
         self.blocks = nn.ModuleList(
             Block(cfg, self.table_of[i] >= 0, cfg.unet_skip and i >= cfg.n_layer - cfg.n_layer // 2) for i in range(cfg.n_layer)
@@ -1235,6 +1243,11 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def sha256_files(paths: list[Path]) -> list[str]:
+    with concurrent.futures.ThreadPoolExecutor(FILES) as pool:
+        return list(pool.map(sha256_file, paths))
+
+
 def save_weights(model: GPT, cfg: Config, path: Path, state: dict[str, Tensor] | None = None) -> str:
     """model.safetensors, fp32, from `state` where it was gathered before; returns its sha256."""
     from safetensors.torch import save_file
@@ -1310,6 +1323,9 @@ def choose_attention(cfg: Config, device: torch.device) -> str:
         try:
             with _SeenOps() as seen:
                 F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+            # torch.compile's caches on disk do not look at these switches: a run with one backend was given the kernels that
+            # an earlier run had compiled with another.
+            torch.compiler.config.cache_key_tag = f"attention={name}"
             return seen.attention
         except RuntimeError as e:
             problem = str(e).splitlines()[0]
@@ -1346,6 +1362,7 @@ def environment(cfg: Config, device: torch.device, attention: str, compiled: boo
         "triton": getattr(triton, "__version__", None),
         "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0") if cuda else None,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        "gpu_memory_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else None,
         "cpu": cpu[1].strip() if cpu else platform.processor(),
         "threads": torch.get_num_threads(), "world_size": world, "device": device.type, "platform": platform.platform(),
         "git_commit": command("git", "rev-parse", "HEAD"), "train_gpt2_sha256": sha256_file(Path(__file__)),
@@ -1430,7 +1447,9 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
         for name, entry in manifest["files"].items():
             if (size := (path / name).stat().st_size) != entry["bytes"]:
                 raise UserError(f"{path}: {name} has {size} bytes, not {entry['bytes']}")
-            if sha256_file(path / name) != entry["sha256"]:
+        digests = sha256_files([path / name for name in manifest["files"]])
+        for (name, entry), digest in zip(manifest["files"].items(), digests, strict=True):
+            if digest != entry["sha256"]:
                 raise UserError(f"{path}: {name} does not match its sha256")
     except OSError as e:
         raise UserError(f"{path}: {e.filename} cannot be read: {e.strerror}") from None
@@ -1467,9 +1486,10 @@ def last_line(e: BaseException) -> str:
 class Checkpoints:
     """Writes checkpoints beside the training loop and never leaves one half-written under a final name.
 
-    save() copies the state to host memory on a side stream and returns; the next optimizer step waits for the copy on the
-    device. A thread then writes with torch.distributed.checkpoint (all ranks, gloo), and rank 0 commits: hash, fsync,
-    manifest, rename, re-read and verify, move `latest`, purge. One save is in flight at a time.
+    save() copies the state to host memory on a side stream and returns. It copies from a snapshot on the device where there
+    is room for one (milliseconds); otherwise the next update waits for the copy (measured: 0.4 s for 3 GB). A thread then
+    writes with torch.distributed.checkpoint (all ranks, gloo), and rank 0 commits: hash, fsync, manifest, rename, re-read
+    and verify, move `latest`, purge. One save is in flight at a time.
     """
 
     def __init__(
@@ -1485,6 +1505,7 @@ class Checkpoints:
         self.buffers: dict[str, Tensor] = {}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.copied: torch.cuda.Event | None = None
+        self.snapshot: dict[str, Tensor] = {}
         self.verified: set[str] = set()
         self.failed = ""  # why the last save failed
         self.stats = {"saves": 0, "bytes": 0, "write_s": 0.0, "verify_s": 0.0, "mirror_s": 0.0}  # times of the last one
@@ -1512,7 +1533,7 @@ class Checkpoints:
             raise Halt(Exit.DISK, f"stopped since a checkpoint could not be written: {self.failed}")
 
     def stage(self, tensors: dict[str, Tensor]) -> None:
-        """Host memory for the copies, pinned for CUDA; made once, before the first step."""
+        """Host memory for the copies, pinned for CUDA; made once, before the first step where saves are planned."""
         for key, t in tensors.items():  # a shard says which part of the whole it is; the file then fits any other layout
             part = torch.empty_like(local(t), device="cpu", pin_memory=self.device.type == "cuda")
             self.buffers[key] = shard_like(part, t)
@@ -1520,18 +1541,23 @@ class Checkpoints:
     def save(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Starts a save of this rank's tensors and of `meta` (JSON, rank 0's)."""
         self.wait()
+        if not self.buffers:
+            self.stage(tensors)
+        parts = {key: local(t) for key, t in tensors.items()}
         if self.stream is not None:
+            if torch.cuda.mem_get_info(self.device)[0] > 1.2 * sum(t.nbytes for t in parts.values()):
+                parts = self.snapshot = {key: t.clone() for key, t in parts.items()}
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
-            for key, t in tensors.items():
-                local(self.buffers[key]).copy_(local(t), non_blocking=True)
+            for key, t in parts.items():
+                local(self.buffers[key]).copy_(t, non_blocking=True)
         if self.stream is not None:
             self.copied = self.stream.record_event()
         self.future = self.pool.submit(self._write, meta)
 
     def before_update(self) -> None:
         """The device must not change what is still being copied."""
-        if self.copied is not None:
+        if self.copied is not None and not self.snapshot:
             torch.cuda.current_stream().wait_event(self.copied)
 
     def _write(self, meta: dict[str, Any]) -> None:
@@ -1540,11 +1566,12 @@ class Checkpoints:
         began = time.perf_counter()
         if self.copied is not None:
             self.copied.synchronize()
+        self.snapshot = {}
         # The name is this attempt's own: what an orphan of an earlier attempt still writes never counts.
         temporary = self.dir / f".tmp-{meta['step']:06d}-{self.attempt}"
         failed = [""]
         try:
-            writer = dcp.FileSystemWriter(temporary)
+            writer = dcp.FileSystemWriter(temporary, thread_count=FILES)
             dcp.save(self.buffers, storage_writer=writer, process_group=self.group, no_dist=self.world == 1)
             if self.rank == 0:
                 try:
@@ -1565,7 +1592,8 @@ class Checkpoints:
     def _commit(self, temporary: Path, meta: dict[str, Any]) -> None:
         write_json(temporary / "train_state.json", meta)
         paths = sorted(temporary.iterdir())
-        files: dict[str, Any] = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_file(p)} for p in paths}
+        digests = zip(paths, sha256_files(paths), strict=True)
+        files: dict[str, Any] = {p.name: {"bytes": p.stat().st_size, "sha256": digest} for p, digest in digests}
         manifest = {"schema": SCHEMA, "step": meta["step"], "files": files}
         write_json(temporary / "manifest.json", {**manifest, "hash": _hash_json(manifest)})
         final = self.dir / f"step-{meta['step']:06d}"
@@ -1635,6 +1663,7 @@ class Checkpoints:
         self.pool.shutdown()
 
 
+FILES = 4  # of one rank's part of a checkpoint, written and hashed at the same time
 MIRROR_PATIENCE = 600
 
 
@@ -1944,9 +1973,11 @@ class Trainer(Progress):
                 f"{parent} has {free / 1e9:.2f} GB free; the run needs {need / 1e9:.2f} GB "
                 f"({copies} checkpoints of {size / 1e9:.2f} GB and the weights)"
             )
-        if copies and (available := available_memory()) < size:  # every tensor is staged by one rank only
+        # Every tensor is staged by one rank only; pinned blocks are rounded up to powers of two.
+        staged = 2 * size if self.cuda else size
+        if copies and (available := available_memory()) < staged:
             raise UserError(
-                f"{available / 1e9:.1f} GB of host memory are free; staging a checkpoint takes {size / 1e9:.1f} GB: "
+                f"{available / 1e9:.1f} GB of host memory are free; staging a checkpoint takes up to {staged / 1e9:.1f} GB: "
                 "use --checkpoint-every 0 or a machine with more memory"
             )
         self.created = not run_dir.exists()
@@ -2038,7 +2069,8 @@ class Trainer(Progress):
         self.warm_up()
         if meta is not None:
             self.restore(meta)
-        self.checkpoints.stage(self.share())
+        if parse_cadence(cfg.checkpoint_every)[0] != "off":
+            self.checkpoints.stage(self.share())
         self.on_rank0(lambda: self.write_run_files(attention, compiled))
         if self.main and cfg.wandb != "off":
             self.wandb = WandbLog(cfg, self.run_dir)
