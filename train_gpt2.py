@@ -93,7 +93,7 @@ Precision = Literal["bf16", "fp32", "fp16"]
 Toggle = Literal["auto", "on", "off"]
 
 
-BELOW_1, ABOVE_0 = 1 - 1e-7, 1e-6
+BELOW_1, ABOVE_0 = 1 - 1e-7, 1e-6  # bounds that are not allowed themselves: 1 - 1e-7 is below 1 in fp32 too
 
 
 def opt(default: Any, text: str, low: float = 0, high: float = sys.float_info.max) -> Any:
