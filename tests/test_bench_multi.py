@@ -342,10 +342,10 @@ def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.full
 @pytest.mark.timeout(2400)
 def test_the_whole_command_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    data, folder, out = write_shards(tmp_path / "data", (20_000, 3_000), (3_000,)), tmp_path / "runs", tmp_path / "out.json"
+    data, folder, out = write_shards(tmp_path / "data", (20_000, 3_000), (13_000,)), tmp_path / "runs", tmp_path / "out.json"
     # All of GPT-2's token ids, for HellaSwag.
     sizes = SMALL | {"vocab-size": 50257, "padded-vocab": 50304, "seq-len": 64, "batch-tokens": 512, "max-steps": 48}
-    sizes |= {"val-tokens": 512, "val-batch": 4}
+    sizes |= {"val-tokens": 12_288, "val-batch": 64}  # three batches of an evaluation, which ranks share
     flags = " ".join(f"--{k}={v}" for k, v in sizes.items() if k not in ("device", "checkpoint-every", "val-every"))
     argv = ["bench-multi", "--data", str(data), "--device", "cpu", "--gpus", "1,2", "--folder", str(folder), "--out", str(out)]
     argv += ["--minutes-each", "0.05", "--hellaswag", "--limit 40", "--flags", flags, "--target", "6"]
