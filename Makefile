@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup speedrun test test-full test-gpu lint regress bench clean
+.PHONY: setup speedrun test test-full test-gpu lint regress bench bench-multi clean
 
 setup: .venv/.runtime
 
@@ -37,6 +37,9 @@ regress: .venv/.runtime
 
 bench: .venv/.runtime
 	$(BIN)/python -m harness bench
+
+bench-multi: .venv/.runtime
+	$(BIN)/python -m harness bench-multi $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache

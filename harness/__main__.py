@@ -29,6 +29,7 @@ SUBCOMMANDS: dict[str, str] = {
     "profile": "harness.profile",
     "checkpoints": "harness.checkpoints",
     "bench": "harness.bench",
+    "bench-multi": "harness.bench_multi",
 }
 
 HELP: dict[str, str] = {
@@ -44,6 +45,7 @@ HELP: dict[str, str] = {
     "profile": "split a steady training step and name the binding limit",
     "checkpoints": "list, verify and prune the checkpoints of a run",
     "bench": "measure the figures that the documentation states",
+    "bench-multi": "scaling, same curve, promotions, lost rank and evaluation on several devices",
 }
 
 

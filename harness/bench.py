@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.common import TRAINER, UserError
+from harness.common import SCHEMA, TRAINER, UserError, read_json
 
 # A short speedrun on 0.1B tokens: small batches learn most per token at this length.
 SPEEDRUN_FLAGS = (
@@ -161,6 +162,29 @@ def spread(key: str, runs: list[dict[str, Any]]) -> dict[str, float]:
     return {f"median_{key}": statistics.median(values), f"range_{key}": max(values) - min(values)}
 
 
+def measure_all(
+    items: Sequence[str], measure: Callable[[str], dict[str, Any]], results: dict[str, Any], write: Callable[[], None]
+) -> None:
+    """Each item into `results`: one that fails is said, with {"error": ...}, and the others go on. `write` after each."""
+    for item in items:
+        say(f"{item} ...")
+        try:
+            results[item] = measure(item)
+            shown = {k: v for k, v in results[item].items() if k != "runs"}
+            say(f"  {shown.get('shown') or json.dumps(shown, default=str)}")
+        except Exception as error:  # hours of measurements must not be lost to one of them
+            if not isinstance(error, (RuntimeError, OSError, ValueError)):
+                traceback.print_exc()
+            results[item] = {"error": str(error) or type(error).__name__}
+            say(f"  FAILED: {results[item]['error']}")
+        write()
+
+
+def hardware(folder: Path) -> dict[str, Any]:
+    """env.json of one of the runs in `folder`; empty before the first."""
+    return next((read_json(path) for path in sorted(folder.rglob("env.json"))), {})
+
+
 def say(text: str) -> None:
     print(text, flush=True)
 
@@ -187,20 +211,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.folder} is not empty; choose another --folder")
     seeds = [int(s) for s in args.seeds.split(",")]
     bench = Bench(args.data, args.folder, seeds, args.target, args.speedrun_flags)
-    failed = False
-    for item in items:
-        say(f"{item} ...")
-        measure: Callable[[], dict[str, Any]] = getattr(bench, item)
-        try:
-            bench.results[item] = measure()
-            shown = {k: v for k, v in bench.results[item].items() if k != "runs"}
-            say(f"  {json.dumps(shown, default=str)}")
-        except (RuntimeError, OSError) as error:
-            failed = True
-            bench.results[item] = {"error": str(error)}
-            say(f"  FAILED: {error}")
-        environments = sorted(args.folder.glob("*/env.json"))
-        hardware = json.loads(environments[0].read_text()) if environments else {}
-        args.out.write_text(json.dumps({"schema": 1, "hardware": hardware, "data": args.data, **bench.results}, indent=1))
+
+    def write() -> None:
+        content = {"schema": SCHEMA, "hardware": hardware(args.folder), "data": args.data, **bench.results}
+        args.out.write_text(json.dumps(content, indent=1))
+
+    measure_all(items, lambda item: getattr(bench, item)(), bench.results, write)
     say(f"written to {args.out}")
-    return 1 if failed else 0
+    return 1 if any("error" in result for result in bench.results.values()) else 0

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -489,13 +489,24 @@ def _train_arms(
     return arms
 
 
-def quiet(log: Path) -> Callable[[Sequence[str]], int]:
-    """Runs a command with its output in a log."""
+def quiet(log: Path, variables: Mapping[str, str] | None = None) -> Callable[[Sequence[str]], int]:
+    """Runs a command with its output in a log. Interrupted, it ends the command and what that has started."""
 
     def process(command: Sequence[str]) -> int:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
-            return subprocess.run(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, check=False).returncode
+            child = subprocess.Popen(
+                command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=variables, start_new_session=True
+            )
+        try:
+            return child.wait()
+        except BaseException:
+            os.killpg(child.pid, signal.SIGTERM)  # torchrun, or another promote, ends its own children then
+            try:
+                child.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+            raise
 
     return process
 
