@@ -1244,7 +1244,8 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_files(paths: list[Path]) -> list[str]:
-    with concurrent.futures.ThreadPoolExecutor(FILES) as pool:
+    """As above, of several at once: every rank has a file in a checkpoint, and rank 0 reads them all."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
         return list(pool.map(sha256_file, paths))
 
 
@@ -1571,7 +1572,8 @@ class Checkpoints:
         temporary = self.dir / f".tmp-{meta['step']:06d}-{self.attempt}"
         failed = [""]
         try:
-            writer = dcp.FileSystemWriter(temporary, thread_count=FILES)
+            # One thread: an error in another one of the writer's (a full disk) would be lost, and the file with it.
+            writer = dcp.FileSystemWriter(temporary, thread_count=1)
             dcp.save(self.buffers, storage_writer=writer, process_group=self.group, no_dist=self.world == 1)
             if self.rank == 0:
                 try:
@@ -1663,7 +1665,6 @@ class Checkpoints:
         self.pool.shutdown()
 
 
-FILES = 4  # of one rank's part of a checkpoint, written and hashed at the same time
 MIRROR_PATIENCE = 600
 
 
