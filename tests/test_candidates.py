@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_jobs import RECIPE, run
 
+import train_gpt2
 from train_gpt2 import COMPUTE_DTYPE, GPT, RECIPES, Config, choose_attention, recomputing, selective_contexts
 
 # --- recomputation -----------------------------------------------------------------------------------------
@@ -249,3 +253,34 @@ def test_bf16_reduction_is_refused_where_it_would_do_nothing():
     with pytest.raises(UserError, match="--reduce-precision bf16"):
         parse_args(["speedrun", "--reduce-precision", "bf16", "--parallel", "ddp"])
     assert COMPUTE_DTYPE["bf16"] == torch.bfloat16
+
+
+# --- compile caches ----------------------------------------------------------------------------------------
+
+ATTENTION_OF_A_COMPILED_BLOCK = """
+import sys
+import torch
+from test_candidates import tiny
+from train_gpt2 import GPT, choose_attention
+cfg = tiny("sample", sys.argv[1], "off")
+choose_attention(cfg, torch.device("cpu"))
+model = GPT(cfg)
+for block in model.blocks[:1]:
+    block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+idx = torch.zeros(1, cfg.seq_len, dtype=torch.long)
+model(idx, idx).backward()
+with torch.profiler.profile() as found:
+    x = torch.ones(1, cfg.seq_len, cfg.n_embd, requires_grad=True)
+    model.blocks[0](x, x, None, None, model.rope)
+print(any("scaled_dot_product_flash" in event.key for event in found.key_averages()))
+"""
+
+
+@pytest.mark.full
+def test_a_backend_never_gets_the_kernels_compiled_for_another(tmp_path: Path):
+    """torch's caches on disk are keyed by the graph, which is the same for all backends."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+    for backend, flash in (("flash", "True"), ("math", "False"), ("flash", "True")):
+        command = [sys.executable, "-c", ATTENTION_OF_A_COMPILED_BLOCK, backend]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(train_gpt2.__file__).parent)
+        assert done.stdout.strip() == flash, done.stderr[-2000:]
