@@ -283,8 +283,13 @@ def write(content: dict[str, Any], folder: Path, replace: str | None) -> Path:
     return path
 
 
-def from_runs(name: str, runs: Sequence[Run], margin: float | None = None, note: str = "") -> dict[str, Any]:
-    """Freeze finished runs that differ in nothing but the seed; raises UserError where they do."""
+def from_runs(
+    name: str, runs: Sequence[Run], margin: float | None = None, note: str = "", without_speed: str = ""
+) -> dict[str, Any]:
+    """Freeze finished runs that differ in nothing but the seed; raises UserError where they do.
+
+    `without_speed`: why their tokens/s say nothing, such as having trained side by side; they are then left out.
+    """
     if len(runs) < FEWEST_SEEDS:
         raise UserError(f"a baseline needs at least {FEWEST_SEEDS} seeds, got {len(runs)}; 10 or more are better")
     first = runs[0]
@@ -321,17 +326,18 @@ def from_runs(name: str, runs: Sequence[Run], margin: float | None = None, note:
         "git_commits": sorted({str(run.env.get("git_commit")) for run in runs}),
         "stack": first.stack(),
         "deterministic": first.config["deterministic"],
-        "tokens_per_s": statistics.median(run.result["tokens_per_s"] for run in runs),
+        "tokens_per_s": None if without_speed else statistics.median(run.result["tokens_per_s"] for run in runs),
+        "without_speed": without_speed,
         "commands": [run.env.get("argv") for run in runs],
         "runs": [
             {
                 "seed": run.seed,
                 "val_loss": run.val_loss,
-                "tokens_per_s": run.result["tokens_per_s"],
-                "train_seconds": run.result["train_seconds"],
+                "tokens_per_s": None if without_speed else run.result["tokens_per_s"],
+                "train_seconds": None if without_speed else run.result["train_seconds"],
                 "weights_sha256": run.result.get("weights_sha256"),
                 "curve": run.curve(),
-                "steady_tokens_per_s": run.steady_tokens_per_s(),
+                "steady_tokens_per_s": [] if without_speed else run.steady_tokens_per_s(),
             }
             for run in runs
         ],
@@ -360,6 +366,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     record.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or its name under runs/")
     record.add_argument("--margin", type=float, help="nats by which a later run may be worse (or differ), declared now")
     record.add_argument("--note", default="", help="what a reader should know, such as a shortened schedule")
+    record.add_argument("--without-speed", default="", metavar="REASON", help="leave out tokens/s that say nothing; why")
 
     publish = actions.add_parser("publish", help="record a published number with its source")
     publish.add_argument("name")
@@ -384,7 +391,7 @@ def run(args: argparse.Namespace) -> int:
         if args.margin is not None and not (0 < args.margin < math.inf):
             raise UserError(f"--margin {args.margin}: must be a positive number of nats")
         path_of(args.name, args.folder)
-        content = from_runs(args.name, read_runs(args.runs), args.margin, args.note)
+        content = from_runs(args.name, read_runs(args.runs), args.margin, args.note, args.without_speed)
         path = write(content, args.folder, args.replace)
         print(f"{path}\n{describe(content)}")
     elif args.action == "publish":
@@ -444,7 +451,7 @@ def show(content: dict[str, Any]) -> None:
     for key, value in content.items():
         if key == "runs":
             for run in value:
-                speed = f"{run['tokens_per_s']:,.0f} tokens/s"
+                speed = f"{run['tokens_per_s']:,.0f} tokens/s" if run["tokens_per_s"] else ""
                 print(f"seed {run['seed']:>6}  val_loss {run['val_loss']:.5f}  {speed}")
         elif key in ("commands", "history"):
             for item in value:

@@ -338,6 +338,8 @@ def throughput(runs: Sequence[Run], baseline: dict[str, Any], margin: float, alp
     """
     if baseline["kind"] != "runs":
         return {"compared": False, "why": "a published number has no throughput here"}
+    if reason := baseline.get("without_speed"):
+        return {"compared": False, "why": f"the baseline keeps no tokens/s: {reason}"}
     hardware = {key: baseline["stack"][key] for key in ("device", "world_size", *HARDWARE_FIELDS)}
     for run in runs:
         lines = differences(hardware, run.stack(), run.name)

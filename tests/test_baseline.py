@@ -40,6 +40,21 @@ def test_record_freezes_what_a_later_run_is_judged_by(tmp_path, capsys):
     assert "n=4" in out and "Some CPU" in out
 
 
+def test_speeds_that_say_nothing_are_left_out_with_the_reason(tmp_path, capsys):
+    folder = record(tmp_path, n=3)
+    runs = [tmp_path / f"base-{seed}" for seed in range(3)]
+    more = ["--replace", "side by side", "--without-speed", "trained side by side", "--margin", 0.02]
+    assert harness("baseline", "--folder", folder, "record", "base", *runs, *more) == 0
+    base = load("base", folder)
+    assert base["tokens_per_s"] is None and [r["steady_tokens_per_s"] for r in base["runs"]] == [[]] * 3
+    assert base["mean"] == load("base", record(tmp_path / "usual", n=3))["mean"]
+    assert harness("baseline", "--folder", folder, "show", "base") == harness("baseline", "--folder", folder, "verify") == 0
+    capsys.readouterr()
+    new = write_run(tmp_path / "new", seed=9)
+    assert harness("regress", new, "--baseline", "base", "--folder", folder) in (0, 1, 3)
+    assert "the baseline keeps no tokens/s: trained side by side" in capsys.readouterr().out
+
+
 def test_list_show_verify(tmp_path, capsys):
     folder = record(tmp_path, n=3)
     assert harness("baseline", "--folder", folder, "list") == 0
