@@ -83,7 +83,9 @@ def origin_loss(records: Sequence[dict[str, Any]], workload_key: str) -> float |
     """The val loss of the first control that ran on this workload: small losses must not add up over promotions."""
     for record in records:
         if record["kind"] == "decision" and record["workload"]["key"] == workload_key:
-            return float(record["measured"]["control"]["val_loss"])
+            loss = record["measured"]["control"]["val_loss"]
+            if loss is not None:  # one that was only profiled, or had no room, has none
+                return float(loss)
     return None
 
 

@@ -540,10 +540,16 @@ def workload_of(run: Path, plan: Plan, steps: int) -> dict[str, Any]:
         "data_fingerprint": result["data"]["fingerprint"],
         "val_protocol": {k: v for k, v in result["val_protocol"].items() if k != "dtype"},
         "device": result["device"],
-        "flags": list(plan.flags),
+        "flags": without_folder(plan.flags),
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return {"key": key, **facts, "dataset": result["data"].get("dataset"), "seeds": list(plan.seeds), "minutes": plan.minutes}
+
+
+def without_folder(flags: Sequence[str]) -> list[str]:
+    """Flags without --data: the fingerprint says which text it was, wherever it lay."""
+    kept = (i for i, flag in enumerate(flags) if "--data" not in (flag, *flags[max(0, i - 1) : i]))
+    return [flags[i] for i in kept if not flags[i].startswith("--data=")]
 
 
 def hardware(env: dict[str, Any], candidate: Candidate) -> dict[str, Any]:

@@ -347,6 +347,12 @@ def test_every_candidate_is_a_difference_of_two_configs_and_says_why():
         parse_args(["speedrun", *flags.split()])
 
 
+def test_a_workload_does_not_depend_on_the_folder_of_its_text():
+    kept = ["--compile", "on", "--seq-len", "64"]
+    assert promote.without_folder([*kept[:2], "--data", "a/b", *kept[2:]]) == kept
+    assert promote.without_folder(["--data=a", *kept]) == promote.without_folder([*kept, "--data", "c"]) == kept
+
+
 @pytest.mark.parametrize(("name", "gpus", "control"), [("ddp-2", 2, 1), ("owner-over-ddp-4", 4, 4), ("fsdp2-16", 16, 16)])
 def test_a_candidate_for_several_devices_exists_for_any_number(name: str, gpus: int, control: int):
     found = promote.find_candidate(name)
@@ -467,6 +473,8 @@ def test_a_suite_shares_runs_survives_a_failure_and_goes_on_where_it_stopped(
     assert last["measured"]["candidate"] == {} and last["measured"]["control"]["step_ms"] == 1000.0
     assert [g["status"] for g in last["gates"]] == ["fail", *["skipped"] * 4]
     assert "-" in (tmp_path / "ledger.md").read_text().splitlines()[-3]
+    (tmp_path / "out" / "decision-fsdp2.json").unlink()
+    assert everything() == 0, "a control without a loss is no origin to compare with"
 
 
 # --- a real kill -------------------------------------------------------------------------------------------
