@@ -164,6 +164,7 @@ class Config:
     precision: Precision = opt("bf16", "arithmetic of the forward and backward; weights and sums stay fp32")
     head_precision: Literal["same", "fp8"] = opt("same", "forward product of the head in training; fp8 needs capability 8.9")
     compile: Toggle = opt("auto", "torch.compile the blocks; auto: on for CUDA (measured not to pay on CPU)")
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = opt("default", "torch.compile mode; autotuning is slow")
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = opt("auto", "SDPA backend; auto: the fastest that works")
     parallel: Literal["owner", "ddp", "zero1", "fsdp2", "fsdp3"] = opt(
         "owner", "several ranks. ddp: all replicated. owner: one rank updates each Muon matrix. zero1: AdamW too. fsdp2, fsdp3: "
@@ -195,9 +196,9 @@ class Config:
 
 # Fields that say how or where a run executes, not what it learns.
 EXECUTION_FIELDS = frozenset(
-    "run_dir seed data device compile attention parallel ddp_bucket_mb recompute threads deterministic comm_timeout micro_batch "
-    "val_batch checkpoint_every keep resume mirror mtbf_hours spot_mtbf_hours on_save_error wandb on_finish on_finish_when "
-    "max_minutes".split()
+    "run_dir seed data device compile compile_mode attention parallel ddp_bucket_mb recompute threads deterministic comm_timeout "
+    "micro_batch val_batch checkpoint_every keep resume mirror mtbf_hours spot_mtbf_hours on_save_error wandb on_finish "
+    "on_finish_when max_minutes".split()
 )
 
 RECIPES: dict[str, Config] = {
@@ -1509,6 +1510,7 @@ class Checkpoints:
         self.snapshot: dict[str, Tensor] = {}
         self.verified: set[str] = set()
         self.failed = ""  # why the last save failed
+        self.behind = False  # whether saves came too often, which is said once
         self.stats = {"saves": 0, "bytes": 0, "write_s": 0.0, "verify_s": 0.0, "mirror_s": 0.0}  # times of the last one
         self.to_mirror: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
         self.newest = self.mirroring = Path()
@@ -1541,6 +1543,9 @@ class Checkpoints:
 
     def save(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Starts a save of this rank's tensors and of `meta` (JSON, rank 0's)."""
+        if self.busy() and not self.behind:
+            self.behind = True
+            self.say("a checkpoint is due while the last one is still written: training waits; save more rarely")
         self.wait()
         if not self.buffers:
             self.stage(tensors)
@@ -1875,12 +1880,21 @@ class Progress:
     spike_rows: list[list[float]] = field(default_factory=list)
 
 
+def process_age() -> float:
+    """Seconds since this process was started, which the imports are a part of; 0 where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        return max(0.0, float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 class Trainer(Progress):
     """One training run on this rank, from an empty folder or a checkpoint to result.json."""
 
     def __init__(self, cfg: Config):
         super().__init__()
-        self.began = time.perf_counter()
+        self.began = time.perf_counter() - process_age()
         self.line_open = False
         self.train_stream, self.val_stream = check_data(cfg)
         self.rank, self.world, self.device = setup_distributed(cfg)
@@ -2049,7 +2063,7 @@ class Trainer(Progress):
             if cfg.recompute != "off":
                 block.forward = recomputing(block.forward, cfg.recompute)
             if compiled:  # blocks of one kind share one compilation
-                block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+                block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, mode=cfg.compile_mode)
         self.sharded = cfg.parallel.startswith("fsdp")
         self.model.one_graph = compiled and not self.sharded
         self.val_rows = cfg.micro_batch if self.model.one_graph else cfg.val_batch

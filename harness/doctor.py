@@ -528,13 +528,13 @@ def eager_long(c: Context) -> Iterator[Finding]:
 
 @rule
 def autotune_short(c: Context) -> Iterator[Finding]:
-    if "max-autotune" in str(c.get("compile")) + str(c.get("compile_mode")) and 0 < c.steps < LONG_STEPS:
+    if "max-autotune" in str(c.get("compile_mode")) and 0 < c.steps < LONG_STEPS:
         yield Finding(
             "autotune",
             "warning",
             f"max-autotune for {c.steps:,} steps",
             "it times kernels for minutes to save a few percent of each step",
-            "--compile auto",
+            "--compile-mode default",
         )
 
 

@@ -500,10 +500,8 @@ def plan_checkpoints(
 
 
 def setup_seconds(measured: dict[str, Any] | None) -> float:
-    """Seconds from a start to the first step of the measured run; 0 when nothing was measured."""
-    if measured is None:
-        return 0.0
-    return float(measured.get("startup_seconds") or 0) + float(measured.get("compile_seconds") or 0)
+    """Seconds from a start to the end of the first step, compilation included; 0 when nothing was measured."""
+    return float((measured or {}).get("startup_seconds") or 0)
 
 
 def plan_cost(

@@ -76,6 +76,7 @@ CANDIDATES: dict[str, Candidate] = {
     for c in (
         _c("cudnn-attention", "--attention cudnn", "throughput", "compute", 0.01, ORDER, "--attention flash"),
         _c("compile", "--compile on", "throughput", "memory launch", 0.01, ORDER, "--compile off"),
+        _c("max-autotune", "--compile-mode max-autotune-no-cudagraphs", "throughput", "compute memory", 0.01, ORDER),
         # 0.0018: three times GPT-2's rate, the best of those tried for AdamW in short runs.
         _c("muon", "--optimizer muon", "time_to_loss", "", 0.01, CURVE, "--optimizer adamw --lr 0.0018 --beta1 0.9"),
         _c("fp8-head", "--head-precision fp8", "throughput", "compute", 0.01, FP8, "--head-precision same"),
@@ -431,7 +432,7 @@ def decide(
     if found:
         notes.append("control's step, ms: " + ", ".join(f"{k.replace('_', ' ')} {v:.2f}" for k, v in found["parts_ms"].items()))
         notes += [f"profile: {text}" for text in found["warnings"]]
-    if "compile" in difference and (even := break_even(control, tried)) is not None:
+    if difference.keys() & {"compile", "compile_mode"} and (even := break_even(control, tried)) is not None:
         notes.append(f"the longer start-up is paid back after {even:,.0f} steps")
     loss = next(gate for gate in outcome if gate.number == 2).data
     if loss.get("relative") is not None and difference.keys() & {"precision", "head_precision"}:

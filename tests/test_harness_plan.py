@@ -87,7 +87,7 @@ def test_contingency_comes_from_a_measured_run(tmp_path):
                 "schema": 1,
                 "mfu": 0.5,
                 "device": "cuda",
-                "startup_seconds": 20,
+                "startup_seconds": 60,
                 "compile_seconds": 40,
                 "train_seconds": 1000,
                 "val_seconds": 50,
