@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -137,6 +138,7 @@ def activation_bytes(cfg: Config, tmp_path: Path) -> int:
         if cfg.recompute != "off":
             block.forward = recomputing(block.forward, cfg.recompute)  # type: ignore[method-assign]
     x = torch.randint(200, (4, 64))
+    gc.collect()  # else what earlier tests left is freed within the record
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
         loss = model(x, x)
     found.export_chrome_trace(str(tmp_path / "trace.json"))
