@@ -1201,7 +1201,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 def read_metrics(run_dir: str | Path) -> dict[str, list[dict[str, Any]]]:
     """{"train": rows, "val": rows} of metrics.jsonl in order of steps; a later line replaces an earlier one of its step.
 
-    A last line cut short by a kill is passed over.
+    What an earlier attempt did beyond the step that a later one went on from is left out, and a line cut short by a kill.
     """
     rows: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "val": {}}
     path = Path(run_dir) / "metrics.jsonl"
@@ -1210,7 +1210,10 @@ def read_metrics(run_dir: str | Path) -> dict[str, list[dict[str, Any]]]:
             row = json.loads(line)
         except ValueError:
             continue
-        rows[row["kind"]][row["step"]] = row
+        if row["kind"] == "resume":
+            rows = {kind: {s: r for s, r in by_step.items() if s <= row["step"]} for kind, by_step in rows.items()}
+        else:
+            rows[row["kind"]][row["step"]] = row
     return {kind: [by_step[s] for s in sorted(by_step)] for kind, by_step in rows.items()}
 
 
@@ -2087,6 +2090,8 @@ class Trainer(Progress):
         if parse_cadence(cfg.checkpoint_every)[0] != "off":
             self.checkpoints.stage(self.share())
         self.on_rank0(lambda: self.write_run_files(attention, compiled))
+        if meta is not None:
+            self.log({"kind": "resume", "step": self.step, "tokens": self.tokens})
         if self.main and cfg.wandb != "off":
             self.wandb = WandbLog(cfg, self.run_dir)
 
@@ -2534,6 +2539,10 @@ def train(cfg: Config) -> tuple[Exit, str, Path | None]:
             reason, line = "max_minutes", f"stopped after {trainer.train_s / 60:.1f} minutes of training at step {trainer.step}"
     except Halt as e:
         code, line = e.code, str(e)
+    except UserError as e:
+        if trainer.rank and trainer.mark is not None:  # of the data, on the rank that met it; others before it are met by all
+            print(f"error: rank {trainer.rank}: {e}", file=sys.stderr, flush=True)
+        raise
     except torch.OutOfMemoryError:
         code, line = Exit.OUT_OF_MEMORY, explain_out_of_memory(trainer)
     except (TimeoutError, RuntimeError) as e:

@@ -52,7 +52,8 @@ def rows(run_dir: Path) -> dict[tuple[str, int], dict[str, Any]]:
                 row = json.loads(line)
             except ValueError:  # cut short by a kill
                 continue
-            out[row["kind"], row["step"]] = row
+            if row["kind"] != "resume":
+                out[row["kind"], row["step"]] = row
     return out
 
 
@@ -399,6 +400,16 @@ def test_going_back_sets_the_later_ones_aside(data: Path, tmp_path: Path, unbrok
     job = Job(flags("adamw", data, run_dir, "--resume", "21"), 1, ("open", "tmp-000024.*metadata", 1))
     assert job.wait() == -signal.SIGKILL, job.output()
     assert saved(run_dir) == [21] and len(list((run_dir / "checkpoints").glob("abandoned-step-000024-*"))) == 1
+    import train_gpt2
+
+    written = [json.loads(line) for line in rows_written(run_dir)]
+    again = written[[row["kind"] for row in written].index("resume") + 1 :]
+    assert {row["step"] for row in again} < {22, 23, 24, 25}, "killed while it saved step 24"
+    # Of what the first attempt did, nothing beyond the step that the second went on from is read.
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written[: -len(again)]))
+    seen = train_gpt2.read_metrics(run_dir)
+    assert [row["step"] for row in seen["train"]] == list(range(1, 22)) and max(r["step"] for r in seen["val"]) <= 21
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     run(flags("adamw", data, run_dir, "--resume"))
     assert_same_run(unbroken("adamw"), run_dir)
 
