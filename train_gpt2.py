@@ -30,6 +30,7 @@ import io
 import itertools
 import json
 import math
+import multiprocessing.pool
 import os
 import pickle
 import platform
@@ -1249,8 +1250,8 @@ def sha256_file(path: Path) -> str:
 
 def sha256_files(paths: list[Path]) -> list[str]:
     """As above, of several at once: every rank has a file in a checkpoint, and rank 0 reads them all."""
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        return list(pool.map(sha256_file, paths))
+    with multiprocessing.pool.ThreadPool(8) as pool:  # concurrent.futures starts no thread once the interpreter is going
+        return pool.map(sha256_file, paths)
 
 
 def save_weights(model: GPT, cfg: Config, path: Path, state: dict[str, Tensor] | None = None) -> str:
@@ -1345,8 +1346,8 @@ def public_config(cfg: Config) -> dict[str, Any]:
 
 def public_argv(argv: list[str]) -> list[str]:
     """The command line, without the same."""
-    text = re.sub("//[^/@]*@", "//", "\0".join(argv))
-    return re.sub("(^|\0)(--on-finish[=\0])[^\0]*", r"\1\2(not kept)", text).split("\0")
+    text = re.sub("(^|\0)(--on-finish[=\0])[^\0]*", r"\1\2(not kept)", "\0".join(argv))
+    return re.sub("//[^/@\0]*@", "//", text).split("\0")
 
 
 def environment(cfg: Config, device: torch.device, attention: str, compiled: bool, world: int) -> dict[str, Any]:
@@ -1527,6 +1528,12 @@ class Checkpoints:
     def busy(self) -> bool:
         return self.future is not None and not self.future.done()
 
+    def remark(self) -> None:
+        """Says, once, that saves come faster than they are written."""
+        if self.busy() and not self.behind:
+            self.behind = True
+            self.say("a checkpoint is due while the last one is still written: training waits; save more rarely")
+
     def must_stop(self) -> bool:
         """A save has failed and --on-save-error is stop."""
         return bool(self.failed) and self.cfg.on_save_error == "stop"
@@ -1546,16 +1553,17 @@ class Checkpoints:
 
     def save(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Starts a save of this rank's tensors and of `meta` (JSON, rank 0's)."""
-        if self.busy() and not self.behind:
-            self.behind = True
-            self.say("a checkpoint is due while the last one is still written: training waits; save more rarely")
         self.wait()
         if not self.buffers:
             self.stage(tensors)
         parts = {key: local(t) for key, t in tensors.items()}
         if self.stream is not None:
             if torch.cuda.mem_get_info(self.device)[0] > 1.2 * sum(t.nbytes for t in parts.values()):
-                parts = self.snapshot = {key: t.clone() for key, t in parts.items()}
+                with torch.cuda.stream(self.stream):  # memory of its own, not what the next forward is about to take again
+                    self.snapshot = {key: torch.empty_like(t) for key, t in parts.items()}
+                for key, t in parts.items():
+                    self.snapshot[key].copy_(t)
+                parts = self.snapshot
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
             for key, t in parts.items():
@@ -1665,12 +1673,12 @@ class Checkpoints:
 
     def close(self) -> None:
         """Finishes what is in flight; a mirror gets MIRROR_PATIENCE seconds."""
+        self.pool.shutdown()
         self.to_mirror.put(None)
         if self.mirror.is_alive():
             self.mirror.join(MIRROR_PATIENCE)
             if self.mirror.is_alive():
                 self.say(f"mirror {self.cfg.mirror} did not finish in {MIRROR_PATIENCE} s; the newest checkpoint is not mirrored")
-        self.pool.shutdown()
 
 
 MIRROR_PATIENCE = 600
@@ -1775,6 +1783,12 @@ def evaluate_tokens(
     if world > 1:
         dist.all_reduce(total)
     return total.item() / (rows * seq_len)
+
+
+def state_bytes(cfg: Config) -> int:
+    """Bytes of a full checkpoint: fp32 weights, one moment for Muon and two for AdamW parameters."""
+    with torch.device("meta"):
+        return sum(4 * p.numel() * (2 if is_muon(n, cfg) else 3) for n, p in GPT(cfg).named_parameters())
 
 
 class LargestLogit(torch.overrides.TorchFunctionMode):
@@ -1983,7 +1997,7 @@ class Trainer(Progress):
         if (run_dir / "config.json").exists() and not cfg.resume:
             raise UserError(f"{run_dir} holds a run already; go on with it by --resume, or choose another --run-dir")
         parent = next(p for p in [run_dir.absolute(), *run_dir.absolute().parents] if p.exists())
-        size, free = self.state_bytes(), shutil.disk_usage(parent).free
+        size, free = state_bytes(cfg), shutil.disk_usage(parent).free
         copies = 0 if parse_cadence(cfg.checkpoint_every)[0] == "off" else max(1, cfg.keep + 1 - len(list_checkpoints(run_dir)))
         need = size * copies + 4 * parameter_count(cfg)["total"] + (1 << 20)
         if free < need:
@@ -2018,11 +2032,6 @@ class Trainer(Progress):
         torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
         self.metrics = open(path, "a")  # noqa: SIM115  (kept open for the whole run)
         self.metrics.write("\n" if torn else "")
-
-    def state_bytes(self) -> int:
-        """Bytes of a full checkpoint: fp32 weights, one moment for Muon and two for AdamW parameters."""
-        with torch.device("meta"):
-            return sum(4 * p.numel() * (2 if is_muon(n, self.cfg) else 3) for n, p in GPT(self.cfg).named_parameters())
 
     def setup(self) -> None:
         cfg, device = self.cfg, self.device
@@ -2417,6 +2426,7 @@ class Trainer(Progress):
                 if validate and not stopping:
                     self.validate()
                 if save and not at_end:
+                    self.checkpoints.remark()
                     self.save()
                     last_save, saved_at, save_asked = time.perf_counter(), len(self.step_ms), False
                 self.mark = self.tick()  # neither is training time
@@ -2449,7 +2459,7 @@ class Trainer(Progress):
         """Weights, result.json, and whatever must come after everything is written; nothing for a run that never began."""
         done = code in (Exit.OK, Exit.STOPPED)
         state = self.weights() if done else None
-        if not self.main or self.lock is None:
+        if not self.main or self.lock is None or not hasattr(self, "loader"):
             return
         cfg = self.cfg
         weights = save_weights(self.model, cfg, self.run_dir / "model.safetensors", state) if done else None
@@ -2484,7 +2494,7 @@ def available_memory() -> float:
 def explain_out_of_memory(trainer: Trainer) -> str:
     """Writes the allocator's summary into the run directory; returns the line for the person."""
     cfg, device = trainer.cfg, trainer.device
-    state = 4 * parameter_count(cfg)["total"] + trainer.state_bytes()  # gradients; weights and optimizer
+    state = 4 * parameter_count(cfg)["total"] + state_bytes(cfg)  # gradients; weights and optimizer
     if trainer.run_dir.is_dir():
         (trainer.run_dir / "out_of_memory.txt").write_text(torch.cuda.memory_summary(device))
     room = torch.cuda.get_device_properties(device).total_memory

@@ -223,7 +223,7 @@ class Multi:
         folder = self.lab.folder / "promotions"
         self.lab.check_time()
         left = (self.lab.deadline - time.monotonic()) / 60
-        options = ["--suite", "devices", "--gpus", str(self.most), "--recipe", "speedrun", "--out", str(folder)]
+        options = ["--suite", "devices", "--anyway", "--gpus", str(self.most), "--recipe", "speedrun", "--out", str(folder)]
         options += ["--minutes-each", str(self.minutes_each), "--ledger", str(self.ledger)]
         options += [] if left == float("inf") else ["--stop-after", f"{left:.3f}"]
         log = self.lab.folder / "promotions.log"
@@ -235,7 +235,7 @@ class Multi:
         runs = []
         for kept in sorted(folder.glob("decision-*.json"), key=lambda path: path.stat().st_mtime):
             record = read_json(kept)
-            rates = [record["measured"][arm]["tokens_per_s"] for arm in ("control", "candidate")]
+            rates = [record["measured"][arm].get("tokens_per_s") for arm in ("control", "candidate")]
             runs.append({k: record[k] for k in ("id", "candidate", "verdict", "reason", "measured")} | {"tokens_per_s": rates})
         said = [f"{r['candidate']} {r['verdict']} ({r['id']}{ratio(*r['tokens_per_s'])})" for r in runs]
         return {"holds": code == 0, "shown": "; ".join(said) or f"no decision, see {log}", "runs": runs}
@@ -357,13 +357,17 @@ def kill_one(job: Process, run: Path, log: Path, rank: int, patience: float) -> 
             if name not in seen and (match := re.search(pattern, said)):
                 seen[name] = now
                 if name == "resumed_s":
-                    seen["resumed_at"], rows = int(match[1]), (run / "metrics.jsonl").stat().st_size
-        if rows and "trained_s" not in seen and (run / "metrics.jsonl").stat().st_size > rows:
+                    seen["resumed_at"], rows = int(match[1]), trained_rows(run)
+        if rows and "trained_s" not in seen and trained_rows(run) > rows:
             seen["trained_s"] = now
         time.sleep(0.01)
     if job.alive() or job.wait() or not {"resumed_s", "trained_s"} <= seen.keys():
         raise RuntimeError(f"the job did not go on after rank {rank} was killed: {last_line(log)}")
     return {"detected_s": min(seen.get(k, float("inf")) for k in ("torchrun_s", "ranks_s", "resumed_s")), **seen}
+
+
+def trained_rows(run: Path) -> int:
+    return (run / "metrics.jsonl").read_text().count('"kind": "train"')
 
 
 def table(results: dict[str, Any], machine: dict[str, Any]) -> str:

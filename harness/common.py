@@ -5,7 +5,9 @@ Nothing here imports torch, so that light commands answer at once.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -45,6 +47,20 @@ def run_process(command: Sequence[str]) -> int:
         for number, handler in previous.items():
             signal.signal(number, handler)
     return 128 - code if code < 0 else code
+
+
+def kill_family(pid: int) -> None:
+    """SIGKILL to a process group and to all that its leader has started: torchrun gives each worker a session of its own."""
+    import psutil
+
+    family = []
+    with contextlib.suppress(psutil.Error):
+        family = psutil.Process(pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    for process in family:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def flag_value(argv: Sequence[str], flag: str) -> str | None:

@@ -306,7 +306,7 @@ def _throughput(control: Sequence[Run], candidate: Sequence[Run]) -> Gate:
     }
     runs = f"{len(control)} and {len(candidate)} runs"
     text = f"{ratio:.3f} of the control's tokens/s{late} (95% interval {low:.3f} to {high:.3f}, {runs})"
-    if falls and (low <= 1 or drift < control_drift * (1 - COLLAPSE)):
+    if late and (low <= 1 or drift < control_drift * (1 - COLLAPSE)):
         text += f"; its last third runs at {drift:.3f} of its first (at most {drift_high:.3f}; control {control_drift:.3f})"
         return Gate(3, "objective", "fail", f"the gain does not last: {text}", data)
     if low <= 1:

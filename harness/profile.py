@@ -403,38 +403,39 @@ def watch(trainer_class: type, out: Path, warm: int, plain: int, steps: int, nvt
     """A Trainer that marks its phases and records `steps` steps after `warm` and `plain` (timed) ones."""
     import torch
 
+    # Its own fields must not be named like one of the trainer's.
     class Watched(trainer_class):  # type: ignore[misc,valid-type]
         def setup(self) -> None:
             super().setup()
-            self.done = 0
-            self.open: list[Any] = []
+            self.watched_steps = 0
+            self.open_phases: list[Any] = []
             self.profiler: Any = None
             self.model.register_forward_pre_hook(lambda *_: self.enter("forward"))
             self.model.register_forward_hook(lambda *_: self.enter("backward"))
-            self.zero_grad, self.batches = self.optimizer.zero_grad, self.loader.batches
+            self.own_zero_grad, self.own_batches = self.optimizer.zero_grad, self.loader.batches
             self.optimizer.zero_grad, self.loader.batches = self.end_of_step, self.watched_batches
 
         def enter(self, name: str | None) -> None:
             """Ends the phase that is open and begins another."""
-            while self.open:
-                self.open.pop()()
+            while self.open_phases:
+                self.open_phases.pop()()
             if name is None:
                 return
             mark = torch.profiler.record_function(f"phase:{name}")
             mark.__enter__()
-            self.open.append(lambda: mark.__exit__(None, None, None))
+            self.open_phases.append(lambda: mark.__exit__(None, None, None))
             if nvtx and self.device.type == "cuda":
                 torch.cuda.nvtx.range_push(name)
-                self.open.append(torch.cuda.nvtx.range_pop)
+                self.open_phases.append(torch.cuda.nvtx.range_pop)
 
         def backward(self, x: Any, y: Any, last: bool) -> Any:
             loss = super().backward(x, y, last)
-            if hasattr(self, "done"):  # not in the warm-up, which is before
+            if hasattr(self, "watched_steps"):  # not in the warm-up, which is before
                 self.enter("optimizer" if last else None)
             return loss
 
         def watched_batches(self, first: int, end: int) -> Any:
-            made = self.batches(first, end)
+            made = self.own_batches(first, end)
             while True:
                 self.enter("loader")
                 batch = next(made, None)
@@ -444,21 +445,21 @@ def watch(trainer_class: type, out: Path, warm: int, plain: int, steps: int, nvt
                 yield batch
 
         def end_of_step(self) -> None:
-            self.zero_grad()
+            self.own_zero_grad()
             self.enter(None)
-            self.done += 1
-            if self.done == warm:
+            self.watched_steps += 1
+            if self.watched_steps == warm:
                 self.synchronize()
-                self.mark = time.perf_counter()
-            if self.done == warm + plain:
+                self.steady_since = time.perf_counter()
+            if self.watched_steps == warm + plain:
                 self.synchronize()
-                self.plain_ms = (time.perf_counter() - self.mark) * 1000 / plain
+                self.plain_ms = (time.perf_counter() - self.steady_since) * 1000 / plain
                 self.peak_bytes = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
                 self.start_profiler()
             elif self.profiler is not None:
                 self.synchronize()
                 self.profiler.step()
-                if self.done == warm + plain + 1 + steps:
+                if self.watched_steps == warm + plain + 1 + steps:
                     self.profiler.stop()
                     self.profiler = None
                     self.leave_facts()

@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 from harness import gates, ledger
 from harness import profile as profiles
-from harness.common import SCHEMA, TRAINER, UserError, is_user_error, launcher, read_json
+from harness.common import SCHEMA, TRAINER, UserError, is_user_error, kill_family, launcher, read_json
 
 TRAINER_FLAGS = True
 ACTIONS = ("list", "show", "accept")
@@ -170,10 +170,7 @@ class Process:
 
     def kill(self) -> None:
         """SIGKILL to every process of the training."""
-        try:
-            os.killpg(self.child.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        kill_family(self.child.pid)
         self.child.wait()
 
     def wait(self) -> int:
@@ -320,7 +317,9 @@ class Plan:
 
 def short(argv: Sequence[str]) -> str:
     """A name for an arm: equal command lines share it."""
-    return hashlib.sha256("\0".join(_resolved(argv)).encode()).hexdigest()[:10]
+    from train_gpt2 import config_hash, parse_args
+
+    return config_hash(replace(parse_args(list(argv)), run_dir=""))[:10]
 
 
 def _resolved(argv: Sequence[str]) -> list[str]:
@@ -374,6 +373,8 @@ def decide(
         except UserError as error:
             problem = f"{error} ({last_line(where.with_name(where.name + '.log'))})"
     steps = plan.steps
+    if problem and not plan.anyway:
+        raise UserError(f"the control could not be profiled, so no limit is known: {problem}")
     if steps is None:
         if found is None:
             raise UserError(f"the control could not be profiled ({problem}), so give --steps")
@@ -408,7 +409,7 @@ def decide(
     env = read_json(spoke / "env.json")
     own = host_memory() if env["device"] == "cpu" else env.get("gpu_memory_bytes")
     limit = plan.memory_limit or (found or {}).get("device_bytes") or own
-    workload = workload_of(spoke, plan, steps)
+    workload = workload_of(spoke, plan, steps, old)
     evidence.memory_limit, evidence.origin = limit, ledger.origin_loss(records, workload["key"])
     recovery = None
     if trained:
@@ -506,7 +507,7 @@ def quiet(log: Path, variables: Mapping[str, str] | None = None) -> Callable[[Se
             try:
                 child.wait(30)
             except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
+                kill_family(child.pid)
             raise
 
     return process
@@ -530,8 +531,12 @@ def host_memory() -> int:
     return int(psutil.virtual_memory().total)
 
 
-def workload_of(run: Path, plan: Plan, steps: int) -> dict[str, Any]:
-    """What both arms trained on; `key` is equal for decisions whose losses may be compared."""
+def workload_of(run: Path, plan: Plan, steps: int, argv: Sequence[str]) -> dict[str, Any]:
+    """What both arms train on; `key` is equal for decisions whose losses may be compared."""
+    from train_gpt2 import TokenStream, find_shards, parse_args, val_protocol
+
+    cfg = parse_args(list(argv))
+    protocol = val_protocol(cfg, TokenStream(find_shards(cfg.data, "val")))
     config, result = read_json(run / "config.json")["config"], read_json(run / "result.json")
     facts = {
         "recipe": plan.recipe,
@@ -539,7 +544,7 @@ def workload_of(run: Path, plan: Plan, steps: int) -> dict[str, Any]:
         "batch_tokens": config["batch_tokens"],
         "seq_len": config["seq_len"],
         "data_fingerprint": result["data"]["fingerprint"],
-        "val_protocol": {k: v for k, v in result["val_protocol"].items() if k != "dtype"},
+        "val_protocol": {k: v for k, v in protocol.items() if k != "dtype"},
         "device": result["device"],
         "flags": without_folder(plan.flags),
     }
@@ -568,6 +573,8 @@ def measured(paths: Sequence[Path], recovery: dict[str, Any] | None, price: floa
     """An arm's figures, over its runs: medians of steady steps, the largest peak. Empty for one that was not trained."""
     if not paths:
         return {}
+    from train_gpt2 import Config, state_bytes
+
     runs = [gates.read(path) for path in paths]
     steady = [gates.steady(run) for run in runs if run.train]
     rate = statistics.fmean(statistics.median(s) for s in steady if s) if any(steady) else None
@@ -591,7 +598,7 @@ def measured(paths: Sequence[Path], recovery: dict[str, Any] | None, price: floa
         "step_ms": config["batch_tokens"] / rate * 1000 if rate else None,
         "mfu": statistics.fmean(mfus) if mfus else None,
         "peak_bytes": max((gates.peak_bytes(r) for r in runs), default=0),
-        "state_bytes": state_bytes(config),
+        "state_bytes": state_bytes(Config(**config)) if "n_layer" in config else None,
         "checkpoint_bytes": checkpoint,
         "checkpoint_stall_ms": stall,
         "checkpoint_write_s": stored,
@@ -609,20 +616,6 @@ def first_stall(rows: Sequence[dict[str, Any]]) -> float | None:
     after = next((row for row in rows if row.get("save_ms")), None)
     usual = statistics.median(row["step_ms"] for row in rows) if rows else 0.0
     return after["save_ms"] + max(0.0, after["step_ms"] - usual) if after else None
-
-
-def state_bytes(config: dict[str, Any]) -> int | None:
-    """fp32 weights and moments of the whole model (one for Muon's matrices, two for AdamW's parameters)."""
-    import torch
-
-    from train_gpt2 import GPT, Config, is_muon
-
-    known = {k: v for k, v in config.items() if k in Config.__dataclass_fields__}
-    if "n_layer" not in known:
-        return None
-    cfg = Config(**known)
-    with torch.device("meta"):
-        return sum(4 * p.numel() * (2 if is_muon(name, cfg) else 3) for name, p in GPT(cfg).named_parameters())
 
 
 def break_even(control: dict[str, Any], candidate: dict[str, Any]) -> float | None:

@@ -237,6 +237,19 @@ def test_deterministic_runs_are_bit_equal(data: Path, tmp_path: Path) -> None:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("room", [True, False])
+def test_a_checkpoint_is_the_state_of_its_step(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool) -> None:
+    """With room for a snapshot on the device, and without: then the next update has to wait for the copy to the host."""
+    if not room:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 0))
+    argv = command("speedrun", data, tmp_path / "run", deterministic=True, checkpoint_every=3, max_steps=9)
+    assert main(argv) == Exit.OK
+    first = losses(tmp_path / "run")
+    assert main([*argv, "--resume", "6"]) == Exit.OK
+    torch.use_deterministic_algorithms(False)
+    assert len(first) == 9 and losses(tmp_path / "run") == first
+
+
 def test_a_bad_gradient_ends_with_code_3_and_the_weights_before_it(data: Path, tmp_path: Path) -> None:
     """The host learns of it a step later; by then no further update may have been made."""
     steady = {"schedule": "constant", "muon_momentum_warmup": 0}

@@ -238,6 +238,9 @@ def test_a_late_rank_exposes_communication_on_the_others_only(tmp_path: Path, sh
         assert sum(rank["parts_ms"].values()) == pytest.approx(rank["step_ms"])
         assert rank["communication_ms"] >= rank["parts_ms"]["exposed_communication"] - 1e-6
     assert content["attention_calls"]["seen"] == content["attention_calls"]["one_per_block"] and not content["warnings"]
+    logged = [json.loads(line) for line in (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()]
+    step_ms = [row["step_ms"] for row in logged if row["kind"] == "train"]
+    assert content["step_ms"] == pytest.approx(sum(step_ms[2:4]) / 2, rel=0.3), "both are delayed by hundreds of milliseconds"
     assert content["mfu"] is None and content["peak_bytes"] == 0, "no number without its hardware"
     assert json.loads((tmp_path / "out" / "profile.json").read_text())["sentence"] == content["sentence"]
     assert (tmp_path / "out" / "profile.png").read_bytes().startswith(b"\x89PNG")

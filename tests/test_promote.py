@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -475,6 +476,28 @@ def test_a_suite_shares_runs_survives_a_failure_and_goes_on_where_it_stopped(
     assert "-" in (tmp_path / "ledger.md").read_text().splitlines()[-3]
     (tmp_path / "out" / "decision-fsdp2.json").unlink()
     assert everything() == 0, "a control without a loss is no origin to compare with"
+
+
+def test_a_kill_reaches_the_workers_of_torchrun(tmp_path: Path):
+    """They are in sessions of their own, and would train on."""
+    import psutil
+
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "open(sys.argv[1] + '-' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
+        "time.sleep(300)\n"
+    )
+    job = promote.Process([str(tmp_path / "pid")], 2, tmp_path / "log", trainer=script)
+    deadline = time.monotonic() + 60
+    while len(pids := [p for p in tmp_path.glob("pid-*") if p.read_text()]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    job.kill()
+    assert len(pids) == 2, (tmp_path / "log").read_text()
+    gone = lambda pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # noqa: E731
+    while not all(gone(int(p.read_text())) for p in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert time.monotonic() < deadline
 
 
 # --- a real kill -------------------------------------------------------------------------------------------

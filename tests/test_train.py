@@ -424,6 +424,20 @@ def test_on_finish_runs_once_when_everything_is_written(shards: Path, tmp_path: 
             assert ("model.safetensors" in Path(f"{told}.ls").read_text()) == (code == 0)
 
 
+@pytest.mark.parametrize(
+    ("argv", "shown"),
+    [
+        ("gpt2 --mirror s3://b --on-finish K=secret;ssh_root@host", "gpt2 --mirror s3://b --on-finish (not kept)"),
+        ("gpt2 --on-finish=a://x:secret@y --mirror s3://me:secret@b/c", "gpt2 --on-finish=(not kept) --mirror s3://b/c"),
+        ("gpt2 --data a//b@c --seed 1", "gpt2 --data a//c --seed 1"),
+        ("gpt2 --mirror=s3://b --data c@d", "gpt2 --mirror=s3://b --data c@d"),
+    ],
+)
+def test_no_secret_of_the_command_line_is_written_down(argv: str, shown: str) -> None:
+    expected = [word.replace("_", " ") for word in shown.replace("(not kept)", "(not_kept)").split()]
+    assert train_gpt2.public_argv(argv.split()) == expected
+
+
 def test_on_finish_does_not_run_for_a_run_that_never_began(shards: Path, tmp_path: Path) -> None:
     told = tmp_path / "told"
     assert main(flags("gpt2", tmp_path / "absent", tmp_path / "run", on_finish=f"touch {told}")) == Exit.BAD_INPUT
