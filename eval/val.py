@@ -273,7 +273,7 @@ def make_plan(model: Model, args: argparse.Namespace) -> Plan:
             f"{folder}: not the val tokens of this run ({', '.join(changed)} differ from result.json);"
             " give --data with the run's own shards, or state a protocol with --tokens and --seq-len"
         )
-    # The run's own batch shape, so that its number can be met to the last bit.
+    # The batch shape of a run whose blocks were not compiled, so that its number can be met to the last bit.
     return Plan(tokens_N1, protocol, stride, cfg.val_batch * cfg.seq_len if model.run_dir else 0, own)
 
 

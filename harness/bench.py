@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import gates
+from harness.baseline import Run, read_run
 from harness.common import SCHEMA, TRAINER, UserError, read_json
 
 # A short speedrun on 0.1B tokens: small batches learn most per token at this length.
@@ -35,120 +37,92 @@ SHORT = "--val-every 0 --val-tokens 65536 --val-batch 16 --checkpoint-every 0 --
 class Bench:
     """Runs items in one folder and keeps what they found."""
 
-    def __init__(self, data: str, folder: Path, seeds: list[int], target: float, speedrun_flags: str):
+    def __init__(
+        self, data: str, folder: Path, seeds: list[int], target: float, speedrun_flags: str, flags: str = "", hellaswag: str = ""
+    ):
         self.data, self.folder, self.seeds, self.target = data, folder, seeds, target
-        self.speedrun_flags = speedrun_flags
+        self.speedrun_flags, self.flags, self.hellaswag_flags = speedrun_flags, flags, shlex.split(hellaswag)
         self.results: dict[str, Any] = {}
 
-    def train(self, name: str, recipe: str, flags: str, caches: Path | None = None) -> dict[str, Any]:
-        """One training; returns result.json with its metrics under "rows". Raises RuntimeError if it fails."""
+    def train(self, name: str, recipe: str, flags: str, caches: Path | None = None, data: str | None = None) -> Run:
+        """One training, as what it left. Raises RuntimeError if it fails."""
         run_dir = self.folder / name
         environment = dict(os.environ)
         if caches is not None:
-            environment |= {
-                "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-                "TRITON_CACHE_DIR": str(caches / "triton"),
-            }
-        command = [sys.executable, str(TRAINER), recipe, "--data", self.data, "--run-dir", str(run_dir)]
-        done = subprocess.run(
-            [*command, *shlex.split(flags)], capture_output=True, text=True, env=environment, check=False
-        )
+            environment |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
+        command = [sys.executable, str(TRAINER), recipe, "--data", data or self.data, "--run-dir", str(run_dir)]
+        self.process(name, [*command, *shlex.split(f"{flags} {self.flags}")], environment)
+        return read_run(run_dir)
+
+    def process(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None) -> str:
+        """What the command prints. Raises RuntimeError with the end of what it says if it fails."""
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         if done.returncode:
-            raise RuntimeError(f"{name} ended with exit code {done.returncode}: {done.stderr.strip()[-300:]}")
-        result = json.loads((run_dir / "result.json").read_text())
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        return result | {"rows": [json.loads(line) for line in lines], "run_dir": str(run_dir)}
+            raise RuntimeError(f"{name} ended with exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}")
+        return done.stdout
 
     def speedrun(self) -> dict[str, Any]:
-        """Seconds of training to the target loss, the final loss and tokens/s, for each seed."""
+        """Seconds of training to the target loss (between validations by a straight line), final loss, tokens/s, per seed."""
         runs = []
         for seed in self.seeds:
             run = self.train(f"speedrun-{seed}", "speedrun", f"{self.speedrun_flags} --seed {seed}")
-            curve = [(r["tokens"], r["train_s"], r["val_loss"]) for r in run["rows"] if r["kind"] == "val"]
-            reached = next((point for point in curve if point[2] <= self.target), None)
-            runs.append(
-                {
-                    "seed": seed,
-                    "val_loss": run["val_loss"],
-                    "train_seconds": run["train_seconds"],
-                    "tokens": run["tokens"],
-                    "tokens_per_s": run["tokens_per_s"],
-                    "mfu": run["mfu"],
-                    "peak_gb": run["peak_mem_bytes"] / 1e9,
-                    "startup_seconds": run["startup_seconds"],
-                    "target": self.target,
-                    "seconds_to_target": reached and reached[1],
-                    "curve": curve,
-                }
-            )
-            say(f"  seed {seed}: val loss {run['val_loss']:.4f} after {run['train_seconds']:.1f} s and {run['tokens']:,} tokens")
-        return {"runs": runs, **spread("val_loss", runs), **spread("tokens_per_s", runs)}
+            kept = "val_loss train_seconds tokens tokens_per_s mfu peak_mem_bytes startup_seconds".split()
+            runs.append({"seed": seed, **{key: run.result[key] for key in kept}})
+            runs[-1] |= {"target": self.target, "seconds_to_target": gates.seconds_to(run, self.target)}
+            runs[-1]["curve"] = [(row["tokens"], row["train_s"], row["val_loss"]) for row in run.val]
+            reached = runs[-1]["seconds_to_target"]
+            said = f"{self.target:g} after {reached:.1f} s" if reached is not None else f"{self.target:g} not reached"
+            say(f"  seed {seed}: val loss {run.val_loss:.4f} after {run.result['train_seconds']:.1f} s of training; {said}")
+        return {"runs": runs, **spread(("val_loss", "seconds_to_target", "tokens_per_s", "train_seconds"), runs)}
 
     def gpt2(self) -> dict[str, Any]:
-        """Tokens/s of the control recipe over a short steady window."""
-        run = self.train("gpt2", "gpt2", f"{SHORT} --max-steps 24")
-        return {k: run[k] for k in ("tokens_per_s", "mfu", "peak_mem_bytes", "startup_seconds")}
+        """Tokens/s of the control recipe over a short steady window, once for each seed."""
+        kept = ("tokens_per_s", "mfu", "peak_mem_bytes", "startup_seconds")
+        runs = [self.train(f"gpt2-{seed}", "gpt2", f"{SHORT} --max-steps 24 --seed {seed}").result for seed in self.seeds]
+        return {"runs": [{key: run[key] for key in kept} for run in runs], **spread(kept, runs)}
 
     def start(self) -> dict[str, Any]:
         """Seconds from process start to the end of the first step, with an empty and a filled compile cache."""
         with tempfile.TemporaryDirectory() as caches:
             cold, warm = (
-                self.train(f"start-{name}", "speedrun", f"{SHORT} --max-steps 3", Path(caches))["startup_seconds"]
+                self.train(f"start-{name}", "speedrun", f"{SHORT} --max-steps 3", Path(caches)).result["startup_seconds"]
                 for name in ("cold", "warm")
             )
         return {"cold_seconds": cold, "warm_seconds": warm}
 
     def memory(self) -> dict[str, Any]:
-        """Peak memory of speedrun by micro-batch (the same batch, more accumulation)."""
-        return {
-            str(rows): self.train(f"memory-{rows}", "speedrun", f"{SHORT} --max-steps 3 --micro-batch {rows}")[
-                "peak_mem_bytes"
-            ]
-            / 1e9
-            for rows in (8, 16, 32, 64)
-        }
+        """Peak memory of speedrun in GB by micro-batch (the same batch, more accumulation)."""
+        sizes = (8, 16, 32, 64)
+        runs = [self.train(f"memory-{rows}", "speedrun", f"{SHORT} --max-steps 3 --micro-batch {rows}") for rows in sizes]
+        return {str(rows): run.result["peak_mem_bytes"] / 1e9 for rows, run in zip(sizes, runs)}
 
     def checkpoint(self) -> dict[str, Any]:
-        """The longest step with a save against the median step, over at least ten saves of the full model."""
-        flags = "--max-steps 144 --batch-tokens 65536 --micro-batch 64 --checkpoint-every 12"
-        run = self.train("checkpoint", "speedrun", f"{SHORT} {flags}")
-        rows = [r for r in run["rows"] if r["kind"] == "train"]
-        saved = {s + 1 for s in range(12, 144, 12)}  # the step that runs while the copy is made
-        with_save = [r["step_ms"] + r.get("save_ms", 0.0) for r in rows if r["step"] in saved]
-        usual = statistics.median(r["step_ms"] for r in rows if r["step"] not in saved)
-        size = sum(f.stat().st_size for f in Path(run["run_dir"], "checkpoints").glob("step-*/*")) / 2
-        return {
-            "saves": len(with_save),
-            "median_step_ms": usual,
-            "median_step_with_save_ms": statistics.median(with_save),
-            "longest_step_with_save_ms": max(with_save),
-            "checkpoint_gb": size / 1e9,
-            "stall_seconds_total": run["checkpoint_stall_seconds"],
-        }
+        """What a save costs the loop, over eleven of them that never wait for one another; bytes, times, restoring."""
+        run_dir = self.folder / "checkpoint"
+        # 80 steps take longer than a save is written (about 10 s for speedrun's 3 GB).
+        command = [sys.executable, "-m", "harness", "checkpoints", str(run_dir), "--bench", "speedrun"]
+        command += ["--saves", "11", "--every", "80"]
+        flags = f"--val-tokens 65536 --epochs 4 --batch-tokens 65536 --micro-batch 64 {self.flags}"
+        self.process("checkpoint", [*command, "--", "--data", self.data, *shlex.split(flags)])
+        return read_json(run_dir / "checkpoint-bench.json")
 
     def hellaswag(self) -> dict[str, Any]:
         """Wall seconds of the full HellaSwag validation set on the newest speedrun model."""
         began = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-m", "eval", "hellaswag", str(self.newest())],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip()[-300:])
-        return {"wall_seconds": time.perf_counter() - began, "output": done.stdout.strip().splitlines()[-6:]}
+        said = self.process("hellaswag", [sys.executable, "-m", "eval", "hellaswag", str(self.newest()), *self.hellaswag_flags])
+        return {"wall_seconds": time.perf_counter() - began, "output": said.strip().splitlines()[-6:]}
 
     def val(self) -> dict[str, Any]:
-        """Seconds of a validation pass over 10,485,760 tokens (train tokens: only the time is of interest)."""
-        import torch
+        """Seconds of the trainer's own validation over 10,485,760 tokens: train shards stand in, only the time counts."""
+        from train_gpt2 import find_shards
 
-        from train_gpt2 import TokenStream, evaluate_tokens, find_shards, load_run
-
-        model, cfg = load_run(self.newest(), "cuda" if torch.cuda.is_available() else "cpu")
-        stream = TokenStream(find_shards(self.data, "train"))
-        evaluate_tokens(model, stream, 4 * 64 * cfg.seq_len, cfg.seq_len, 64)
-        began = time.perf_counter()
-        loss = evaluate_tokens(model, stream, 10_485_760, cfg.seq_len, 64)
-        return {"seconds": time.perf_counter() - began, "loss": loss, "compiled": False}
+        with tempfile.TemporaryDirectory() as folder:
+            for path in map(Path.absolute, find_shards(self.data, "train")):
+                for split in ("train", "val"):
+                    Path(folder, path.name.replace("_train_", f"_{split}_")).symlink_to(path)
+            flags = "--max-steps 2 --val-every 0 --val-tokens 10485760 --val-batch 64 --micro-batch 64 --checkpoint-every 0"
+            run = self.train("val", "speedrun", f"{flags} --batch-tokens 65536", data=folder)
+        return {"seconds": run.val[-1]["val_s"], "tokens": run.result["val_protocol"]["tokens"]}
 
     def newest(self) -> Path:
         runs = [r for r in self.folder.glob("speedrun-*") if (r / "model.safetensors").exists()]
@@ -157,9 +131,15 @@ class Bench:
         return max(runs, key=lambda r: r.stat().st_mtime)
 
 
-def spread(key: str, runs: list[dict[str, Any]]) -> dict[str, float]:
-    values = [r[key] for r in runs]
-    return {f"median_{key}": statistics.median(values), f"range_{key}": max(values) - min(values)}
+def spread(keys: Sequence[str], runs: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Median and range over the runs; None where one of them has no such number."""
+    out: dict[str, float | None] = {}
+    for key in keys:
+        values = [run[key] for run in runs]
+        whole = None not in values
+        out |= {f"median_{key}": statistics.median(values) if whole else None}
+        out |= {f"range_{key}": max(values) - min(values) if whole else None}
+    return out
 
 
 def measure_all(
@@ -199,6 +179,8 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--seeds", default="1,2", help="seeds of the speedrun item (default: %(default)s)")
     parser.add_argument("--target", type=float, default=3.65, help="val loss whose time is taken (default: %(default)s)")
     parser.add_argument("--speedrun-flags", default=SPEEDRUN_FLAGS, help="trainer flags of the speedrun item")
+    parser.add_argument("--flags", default="", help="added to every training, to rehearse on a small machine")
+    parser.add_argument("--hellaswag", default="", help="options of the HellaSwag evaluation, such as '--limit 100'")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="where the runs go (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("bench.json"), help="JSON of all results (default: %(default)s)")
 
@@ -210,7 +192,10 @@ def run(args: argparse.Namespace) -> int:
     if args.folder.exists() and any(args.folder.iterdir()):
         raise UserError(f"{args.folder} is not empty; choose another --folder")
     seeds = [int(s) for s in args.seeds.split(",")]
-    bench = Bench(args.data, args.folder, seeds, args.target, args.speedrun_flags)
+    from train_gpt2 import find_shards
+
+    find_shards(args.data, "train")  # said now, not by every item
+    bench = Bench(args.data, args.folder, seeds, args.target, args.speedrun_flags, args.flags, args.hellaswag)
 
     def write() -> None:
         content = {"schema": SCHEMA, "hardware": hardware(args.folder), "data": args.data, **bench.results}
