@@ -1161,10 +1161,14 @@ class Optimizer:
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name to write to; then fsync, rename to `path`, fsync the folder."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    yield temporary
-    with open(temporary, "rb") as f:
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+        yield temporary
+        with open(temporary, "rb") as f:
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     fsync_dir(path.parent)
 
 
@@ -1256,11 +1260,15 @@ def sha256_files(paths: list[Path]) -> list[str]:
 
 def save_weights(model: GPT, cfg: Config, path: Path, state: dict[str, Tensor] | None = None) -> str:
     """model.safetensors, fp32, from `state` where it was gathered before; returns its sha256."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = {k: v.detach().cpu().contiguous() for k, v in (state or model.state_dict()).items()}
     with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata={"config": json.dumps(public_config(cfg))})
+        try:
+            save_file(tensors, temporary, metadata={"config": json.dumps(public_config(cfg))})
+        except SafetensorError as e:  # a full disk comes as this one
+            raise OSError(errno.ENOSPC if "os error 28" in str(e) else errno.EIO, str(e)) from None
         os.chmod(temporary, 0o644)  # safetensors makes it readable by its owner alone
         return sha256_file(temporary)
 
@@ -1465,7 +1473,7 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
 def step_number(path: str | Path) -> int:
     """120 for .../step-000120, -1 for what is no checkpoint's name."""
     number = Path(path).name.removeprefix("step-")
-    return int(number) if number.isdigit() and number != Path(path).name else -1
+    return int(number) if number.isdecimal() and number != Path(path).name else -1
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
@@ -1702,8 +1710,10 @@ def mirror_checkpoint(path: Path, uri: str, keep: int) -> None:
             if hashlib.file_digest(f, "sha256").hexdigest() != sha256_file(path / name):  # type: ignore[arg-type]
                 fs.rm(target, recursive=True)
                 raise OSError(f"{target}/{name} does not read back as it was written")
-    older = sorted((p for p in fs.ls(root, detail=False) if 0 <= step_number(p) < step_number(path)), key=step_number)
-    for old in older[: max(0, len(older) - keep + 1)]:
+    there = sorted((p for p in fs.ls(root, detail=False) if step_number(p) >= 0), key=step_number)
+    older = [p for p in there if step_number(p) < step_number(path)]
+    # Newer ones are of an attempt that this run has gone back behind.
+    for old in older[: max(0, len(older) - keep + 1)] + [p for p in there if step_number(p) > step_number(path)]:
         fs.rm(old, recursive=True)
 
 
@@ -1714,7 +1724,7 @@ def find_checkpoint(cfg: Config, run_dir: Path, say: Callable[[str], None]) -> P
     """
     want, there = cfg.resume, list_checkpoints(run_dir)
     if want not in ("newest", "auto"):
-        path = run_dir / "checkpoints" / f"step-{int(want):06d}" if want.isdigit() else Path(want)
+        path = run_dir / "checkpoints" / f"step-{int(want):06d}" if want.isdecimal() else Path(want)
         if not path.is_dir():
             raise UserError(f"--resume {want}: {path} does not exist; there are: {', '.join(p.name for p in there) or 'none'}")
         verify_checkpoint(path)
@@ -2016,6 +2026,11 @@ class Trainer(Progress):
         run_dir.mkdir(parents=True, exist_ok=True)
         self.lock = lock_run(run_dir, patience=min(30.0, cfg.comm_timeout / 2) if cfg.resume else 0.0)
         resume_from = find_checkpoint(cfg, run_dir, self.say) if cfg.resume else None
+        if resume_from is not None:
+            meta = read_json(resume_from / "train_state.json")
+            check_resume(meta, cfg, self.fingerprint, self.say)
+            if meta["step"] > cfg.max_steps:
+                raise UserError(f"{resume_from} is past --max-steps {cfg.max_steps}; ask for {meta['step']} steps or more")
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         return resume_from
 
@@ -2027,7 +2042,8 @@ class Trainer(Progress):
             "learning_hash": learning_hash(cfg), "val_protocol": self.protocol, "data": self.data,
         })  # fmt: skip
         write_json(run_dir / "env.json", environment(cfg, self.device, attention, compiled, self.world))
-        shutil.copyfile(__file__, run_dir / "train_gpt2.py")
+        if Path(__file__).resolve() != (run_dir / "train_gpt2.py").resolve():
+            shutil.copyfile(__file__, run_dir / "train_gpt2.py")
         path = run_dir / "metrics.jsonl"
         torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
         self.metrics = open(path, "a")  # noqa: SIM115  (kept open for the whole run)
@@ -2051,6 +2067,8 @@ class Trainer(Progress):
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank saves and loads without it
         attention = choose_attention(cfg, device)
         compiled = cfg.compile == "on" or (cfg.compile == "auto" and self.cuda)
+        if cfg.compile_mode != "default" and not compiled:
+            raise UserError(f"--compile-mode {cfg.compile_mode}: nothing is compiled here; add --compile on")
         self.peak, self.flops = peak_flops(device, cfg), flops_per_token(cfg)
         self.fingerprint = self.on_rank0(lambda: data_fingerprint(cfg.data))
         manifest = Path(cfg.data) / "manifest.json"
@@ -2059,8 +2077,6 @@ class Trainer(Progress):
         self.protocol = val_protocol(cfg, self.val_stream)
         self.resume_from: Path | None = self.on_rank0(self.prepare_run_dir)
         meta = read_json(self.resume_from / "train_state.json") if self.resume_from else None
-        if meta is not None:
-            check_resume(meta, cfg, self.fingerprint, self.say)
         for number in (signal.SIGTERM, signal.SIGINT):
             # Rank 0 decides when to stop; a Ctrl-C reaches every process of the group.
             signal.signal(number, self.on_signal if self.main or number == signal.SIGTERM else signal.SIG_IGN)
@@ -2100,6 +2116,7 @@ class Trainer(Progress):
             self.checkpoints.stage(self.share())
         self.on_rank0(lambda: self.write_run_files(attention, compiled))
         if meta is not None:
+            self.on_rank0(self.withdraw_later)
             self.log({"kind": "resume", "step": self.step, "tokens": self.tokens})
         if self.main and cfg.wandb != "off":
             self.wandb = WandbLog(cfg, self.run_dir)
@@ -2220,17 +2237,24 @@ class Trainer(Progress):
             self.scaler.load_state_dict(meta["scaler"])
         self.restore_s = time.perf_counter() - began
         self.say(f"resumed from {self.resume_from} at step {self.step}")
-        if self.step > self.cfg.max_steps:
-            raise UserError(f"{self.resume_from} is past --max-steps {self.cfg.max_steps}; ask for {self.step} steps or more")
         if self.step == self.cfg.max_steps:
             self.say(f"the run is complete at {self.step} steps; nothing to train")
         if self.resume_from.parent == self.checkpoints.dir:
             self.checkpoints.verified.add(self.resume_from.name)
-        # Going back to an earlier state on purpose: what came after it must not count as this run's newest.
-        for path in list_checkpoints(self.run_dir) if self.main and self.cfg.resume not in ("newest", "auto") else []:
+
+    def withdraw_later(self) -> None:
+        """What an earlier attempt left beyond the step that this one goes on from no longer counts as the state of the run."""
+        folder = self.checkpoints.dir
+        if self.step < self.cfg.max_steps:
+            for name in ("result.json", "model.safetensors"):
+                (self.run_dir / name).unlink(missing_ok=True)
+        # Going back on purpose; what is newer otherwise has been refused as damaged.
+        for path in list_checkpoints(self.run_dir) if self.cfg.resume not in ("newest", "auto") else []:
             if step_number(path) > self.step:
                 os.replace(path, path.with_name(f"abandoned-{path.name}-{uuid.uuid4().hex[:8]}"))
                 self.say(f"{path.name} is set aside as abandoned-{path.name}-*")
+        if self.resume_from is not None and self.resume_from.parent == folder:
+            write_atomic(folder / "latest", self.resume_from.name + "\n")
 
     def save(self) -> None:
         began = time.perf_counter()
