@@ -366,7 +366,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     record.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or its name under runs/")
     record.add_argument("--margin", type=float, help="nats by which a later run may be worse (or differ), declared now")
     record.add_argument("--note", default="", help="what a reader should know, such as a shortened schedule")
-    record.add_argument("--without-speed", default="", metavar="REASON", help="leave out tokens/s that say nothing; why")
+    record.add_argument("--without-speed", metavar="REASON", help="leave out tokens/s that say nothing; why")
 
     publish = actions.add_parser("publish", help="record a published number with its source")
     publish.add_argument("name")
@@ -390,8 +390,10 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "record":
         if args.margin is not None and not (0 < args.margin < math.inf):
             raise UserError(f"--margin {args.margin}: must be a positive number of nats")
+        if args.without_speed is not None and not args.without_speed.strip():
+            raise UserError("--without-speed needs the reason why the speeds say nothing")
         path_of(args.name, args.folder)
-        content = from_runs(args.name, read_runs(args.runs), args.margin, args.note, args.without_speed)
+        content = from_runs(args.name, read_runs(args.runs), args.margin, args.note, args.without_speed or "")
         path = write(content, args.folder, args.replace)
         print(f"{path}\n{describe(content)}")
     elif args.action == "publish":

@@ -189,17 +189,32 @@ def run(args: argparse.Namespace) -> int:
     items = args.only.split(",")
     if unknown := sorted(set(items) - set(ITEMS)):
         raise UserError(f"--only {unknown[0]}: choose from {', '.join(ITEMS)}")
-    if args.folder.exists() and any(args.folder.iterdir()):
+    if args.folder.is_dir() and any(args.folder.iterdir()):
         raise UserError(f"{args.folder} is not empty; choose another --folder")
-    seeds = [int(s) for s in args.seeds.split(",")]
-    from train_gpt2 import find_shards
+    from train_gpt2 import find_shards, parse_args, write_atomic
 
+    try:
+        seeds = [int(s) for s in args.seeds.split(",")]
+        for flags in (SHORT, args.speedrun_flags):
+            parse_args(["speedrun", *shlex.split(f"{flags} {args.flags}")])
+        shlex.split(args.hellaswag)
+    except ValueError as error:  # a UserError is one
+        raise UserError(f"--seeds, --flags, --speedrun-flags or --hellaswag: {error}") from None
+    if len(set(seeds)) != len(seeds):
+        raise UserError(f"--seeds {args.seeds}: each seed once")
+    if args.out.exists():
+        raise UserError(f"--out {args.out} exists; choose another, or remove it")
     find_shards(args.data, "train")  # said now, not by every item
+    try:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}") from None
     bench = Bench(args.data, args.folder, seeds, args.target, args.speedrun_flags, args.flags, args.hellaswag)
 
     def write() -> None:
         content = {"schema": SCHEMA, "hardware": hardware(args.folder), "data": args.data, **bench.results}
-        args.out.write_text(json.dumps(content, indent=1))
+        write_atomic(args.out, json.dumps(content, indent=1) + "\n")
 
     measure_all(items, lambda item: getattr(bench, item)(), bench.results, write)
     say(f"written to {args.out}")

@@ -441,10 +441,13 @@ def run(args: argparse.Namespace) -> int:
     if args.stop_after is not None:
         lab.deadline = time.monotonic() + args.stop_after * 60
     kept_ledger = args.ledger or (ledger.LEDGER if args.device == "cuda" else args.folder / "ledger.jsonl")
-    multi = Multi(
-        lab, args.data, args.device, counts, args.target, shlex.split(args.flags), kept_ledger, args.minutes_each,
-        shlex.split(args.hellaswag),
-    )  # fmt: skip
+    try:
+        flags, hellaswag = shlex.split(args.flags), shlex.split(args.hellaswag)
+    except ValueError as error:
+        raise UserError(f"--flags or --hellaswag: {error}") from None
+    if args.out.is_dir():
+        raise UserError(f"--out {args.out} is a folder; give a file")
+    multi = Multi(lab, args.data, args.device, counts, args.target, flags, kept_ledger, args.minutes_each, hellaswag)
     settings = {k: getattr(args, k) for k in ("data", "device", "flags", "target", "hellaswag")} | {"gpus": counts}
     known = args.folder / "settings.json"
     before = {k: v for k, v in read_json(known).items() if k != "schema"} if known.exists() else settings

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.common import human_count, run_directory
+from harness.common import UserError, human_count, run_directory
 
 
 def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -70,6 +70,9 @@ def draw(run_dirs: Sequence[Path], stem: Path, target: float | None = None) -> t
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
     png, svg = stem.with_name(stem.name + ".png"), stem.with_name(stem.name + ".svg")
-    figure.savefig(png, dpi=150)
-    figure.savefig(svg)
+    try:
+        figure.savefig(png, dpi=150)
+        figure.savefig(svg)
+    except OSError as error:
+        raise UserError(f"{error.filename or png} cannot be written: {error.strerror}") from None
     return png, svg

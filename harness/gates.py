@@ -262,7 +262,7 @@ def objective_gate(e: Evidence, control: Sequence[Run], candidate: Sequence[Run]
             f"control: {', '.join(map(_ended, control)) or 'no run'}; candidate: {', '.join(map(_ended, candidate)) or 'no run'}"
         )
         return Gate(3, "objective", "pass" if runs and short else "fail", text)
-    if not all(run.train for run in [*control, *candidate]) or not control or not candidate:
+    if not all(steady(run) for run in [*control, *candidate]) or not control or not candidate:
         return Gate(3, "objective", "fail", "a run has no steps to measure")
     return _time_to_loss(control, candidate) if e.objective == "time_to_loss" else _throughput(control, candidate)
 

@@ -1,6 +1,7 @@
 """The ledger of promotions: one JSON line per decision, appended and never edited, and a table for people.
 
-Each line carries the sha256 of the line before it, so that an edit or a removal is found on the next reading.
+Each line carries a sha256 of itself and that of the line before it, so that an edit, or the removal of any but the last, is
+found on the next reading.
 """
 
 from __future__ import annotations
@@ -25,20 +26,31 @@ def _digest(line: str) -> str:
     return hashlib.sha256(line.encode()).hexdigest()[:16]
 
 
+def _seal(record: dict[str, Any]) -> str:
+    return _digest(json.dumps({k: v for k, v in record.items() if k != "seal"}))
+
+
 def read(path: Path = LEDGER) -> list[dict[str, Any]]:
-    """Every record, oldest first. Raises UserError for a line that is broken or does not follow the one before."""
+    """Every record, oldest first. Raises UserError for a line that is broken, edited, or does not follow the one before."""
     records: list[dict[str, Any]] = []
     before = START
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+    try:
+        lines = path.read_text().splitlines() if path.exists() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
         except ValueError:
-            raise UserError(f"{path}:{number} is not JSON; restore the file from version control") from None
+            record = None
+        if not isinstance(record, dict):
+            raise UserError(f"{path}:{number} is not JSON of a record; restore the file from version control")
         if record.get("schema") != SCHEMA:
             raise UserError(f"{path}:{number} has schema {record.get('schema')!r}; this version reads {SCHEMA}")
-        if record["before"] != before:
+        if record.get("before") != before or record.get("seal") != _seal(record):
             raise UserError(
-                f"{path}:{number} does not follow the line before it: the ledger is append-only; restore it from version control"
+                f"{path}:{number} was edited or does not follow the line before it: the ledger is append-only; restore it from "
+                "version control"
             )
         before = _digest(line)
         records.append(record)
@@ -58,7 +70,9 @@ def append(record: dict[str, Any], path: Path = LEDGER) -> dict[str, Any]:
             "before": _digest(last) if last is not None else START,
             **record,
         }
-        file.write(json.dumps(sealed) + "\n")
+        sealed["seal"] = _seal(sealed)
+        torn = records and not path.read_text().endswith("\n")
+        file.write(("\n" if torn else "") + json.dumps(sealed) + "\n")
         file.flush()
         os.fsync(file.fileno())
     return sealed

@@ -76,7 +76,10 @@ CANDIDATES: dict[str, Candidate] = {
     for c in (
         _c("cudnn-attention", "--attention cudnn", "throughput", "compute", 0.01, ORDER, "--attention flash"),
         _c("compile", "--compile on", "throughput", "memory launch", 0.01, ORDER, "--compile off"),
-        _c("max-autotune", "--compile-mode max-autotune-no-cudagraphs", "throughput", "compute memory", 0.01, ORDER),
+        _c(
+            "max-autotune", "--compile on --compile-mode max-autotune-no-cudagraphs", "throughput", "compute memory", 0.01, ORDER,
+            "--compile on",
+        ),
         # 0.0018: three times GPT-2's rate, the best of those tried for AdamW in short runs.
         _c("muon", "--optimizer muon", "time_to_loss", "", 0.01, CURVE, "--optimizer adamw --lr 0.0018 --beta1 0.9"),
         _c("fp8-head", "--head-precision fp8", "throughput", "compute", 0.01, FP8, "--head-precision same"),
@@ -203,6 +206,7 @@ class Lab:
             return run
         self.check_time()
         if run.exists():  # cut off by an earlier, interrupted call
+            assert_idle(run)
             run.rename(run.with_name(f"{run.name}.cut-{time.time_ns()}"))
         log = run.with_name(run.name + ".log")
         began = time.time()
@@ -220,6 +224,14 @@ class Lab:
     def check_time(self) -> None:
         if time.monotonic() > self.deadline:
             raise OutOfTime("the time given is used up; the same command goes on from here")
+
+
+def assert_idle(run: Path) -> None:
+    """Raises UserError while a training of an earlier call still writes there: it would go on under the new one's name."""
+    from train_gpt2 import lock_run
+
+    if run.is_dir():
+        lock_run(run, 0.0).close()
 
 
 def last_line(log: Path) -> str:
@@ -365,6 +377,7 @@ def decide(
         lab.check_time()
         lab.say(f"{candidate.name}: profile of the control")
         if where.exists():
+            assert_idle(where / "run")
             where.rename(where.with_name(f"{where.name}.cut-{time.time_ns()}"))
         try:
             found = lab.profile(
@@ -553,7 +566,10 @@ def workload_of(run: Path, plan: Plan, steps: int, argv: Sequence[str]) -> dict[
 
 
 def without_folder(flags: Sequence[str]) -> list[str]:
-    """Flags without --data: the fingerprint says which text it was, wherever it lay."""
+    """Flags without --data (the fingerprint says which text it was, wherever it lay) and without what may be secret."""
+    from train_gpt2 import public_argv
+
+    flags = public_argv(list(flags))
     kept = (i for i, flag in enumerate(flags) if "--data" not in (flag, *flags[max(0, i - 1) : i]))
     return [flags[i] for i in kept if not flags[i].startswith("--data=")]
 
@@ -678,11 +694,17 @@ def run(args: argparse.Namespace) -> int:
     lab = Lab(args.out or Path("runs") / f"promote-{name}-{datetime.now():%Y%m%d-%H%M%S}")
     if args.stop_after is not None:
         lab.deadline = time.monotonic() + args.stop_after * 60
+    from train_gpt2 import grad_accum_steps, lock_run, parse_args
+
     for candidate in candidates:  # every command line is checked before anything runs
-        for more in (candidate.control, candidate.flags):
-            _resolved([plan.recipe, *plan.flags, *chosen, *more])
+        for more, gpus in ((candidate.control, candidate.control_gpus), (candidate.flags, candidate.gpus)):
+            grad_accum_steps(parse_args([plan.recipe, *plan.flags, *chosen, *more]), gpus)
     data_flags([plan.recipe, *plan.flags], 1)
-    lab.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lab.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {lab.folder}: {error.strerror}") from None
+    _lock = lock_run(lab.folder, 0.0)  # two calls in one folder would measure each other; held until the process ends
     # As Ctrl-C does: an exception that reaches the waits, which end their trainings.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return _decide_all(args, candidates, plan, lab, chosen)
@@ -690,19 +712,29 @@ def run(args: argparse.Namespace) -> int:
 
 def _decide_all(args: argparse.Namespace, candidates: Sequence[Candidate], plan: Plan, lab: Lab, chosen: Sequence[str]) -> int:
     """Each decision on its own: one that cannot be made is said, and the others go on."""
+    from train_gpt2 import write_atomic
+
     rows: list[tuple[str, str, str]] = []
     code = 0
     for number, candidate in enumerate(candidates):
         kept = lab.folder / f"decision-{candidate.name}.json"
+        asked: dict[str, Any] = {"candidate": asdict(candidate), "recipe": plan.recipe, "chosen": [*chosen]}
+        asked |= {"flags": without_folder(plan.flags)}
+        asked |= {"minutes": args.minutes_each, "steps": args.steps, "seeds": plan.seeds, "rounds": plan.rounds}
+        asked = json.loads(json.dumps(asked))
         try:
             if kept.exists():
                 record = read_json(kept)
+                if different := [k for k, v in asked.items() if record.get("asked", asked)[k] != v]:
+                    raise UserError(f"{kept} is a decision on another question ({', '.join(different)}); choose another --out")
+                if plan.anyway and not record["measured"]["candidate"]:
+                    raise UserError(f"{kept} was decided by the profile alone; choose another --out for --anyway")
             else:
                 # One length for the whole suite, so that its decisions can share runs.
                 plan = replace(plan, steps=plan.steps or _steps_of(lab, candidates[:number]))
                 record = decide(candidate, plan, lab, chosen, number, ledger.read(args.ledger))
                 record = ledger.append(record, args.ledger)
-                kept.write_text(json.dumps(record) + "\n")
+                write_atomic(kept, json.dumps(record | {"asked": asked}) + "\n")
                 ledger.write_table(ledger.read(args.ledger), args.table)
             rows.append((candidate.name, f"{record['verdict']} ({record['id']})", record["reason"]))
         except OutOfTime as pause:
@@ -752,8 +784,11 @@ def _chosen(args: argparse.Namespace) -> list[Candidate]:
         limits = tuple(args.addresses.replace(",", " ").split()) or profiles.LIMITS
         if unknown := set(limits) - {*profiles.LIMITS, "capacity"}:
             raise UserError(f"--addresses {sorted(unknown)[0]}: name some of {', '.join([*profiles.LIMITS, 'capacity'])}")
-        flags = tuple(shlex.split(args.candidate))
-        name = "-".join(flag.strip("-") for flag in flags) or "nothing"
+        try:
+            flags = tuple(shlex.split(args.candidate))
+        except ValueError as error:
+            raise UserError(f"--candidate {args.candidate}: {error}") from None
+        name = re.sub(r"[^\w.=-]+", "_", "-".join(flag.strip("-") for flag in flags)) or "nothing"
         return [
             Candidate(name, flags, args.objective, limits, args.tolerance, "declared on the command line", gpus=args.gpus or 1)
         ]
@@ -765,14 +800,16 @@ def _plan(args: argparse.Namespace) -> Plan:
     """The workload. Raises UserError."""
     for name in ("minutes_each", "steps", "rounds", "kill_steps", "gpus", "memory_limit", "stop_after"):
         value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise UserError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+        if value is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name.replace('_', '-')} must be above 0 and finite, not {value}")
     if args.kill_steps < 12:
         raise UserError(f"--kill-steps {args.kill_steps}: at least 12, to have checkpoints before and steps after the kill")
     try:
         seeds = tuple(int(part) for part in args.seeds.split(","))
     except ValueError:
         raise UserError(f"--seeds {args.seeds}: give whole numbers such as 1,2,3") from None
+    if min(seeds) < 0:
+        raise UserError(f"--seeds {args.seeds}: a seed is 0 or more")
     if len(set(seeds)) != len(seeds):
         raise UserError(f"--seeds {args.seeds}: each seed once; more runs of one seed are --rounds")
     recipe = args.recipe

@@ -279,10 +279,19 @@ def test_the_ledger_grows_by_lines_and_notices_edits(tmp_path: Path):
     assert [r["candidate"] for r in ledger.read(path)] == ["a", "b"]
     assert ledger.origin_loss(ledger.read(path), "k") == 3.3 and ledger.origin_loss(ledger.read(path), "other") is None
     lines = path.read_text().splitlines()
-    for damaged in ([lines[1]], [lines[0].replace("3.3", "3.2"), lines[1]], [lines[0], lines[0]], [lines[0], "{"]):
+    edited = lines[1].replace("rejected", "accepted")  # the last line has none after it that would name its hash
+    for damaged in (
+        [lines[1]], [lines[0].replace("3.3", "3.2"), lines[1]], [lines[0], lines[0]], [lines[0], "{"], [lines[0], edited],
+        [lines[0], "[]"], [lines[0], '{"schema": 1}'],
+    ):  # fmt: skip
         path.write_text("\n".join(damaged) + "\n")
         with pytest.raises(UserError, match="restore"):
             ledger.read(path)
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(UserError, match="cannot be read"):
+        ledger.read(path)
+    path.write_text("\n".join(lines))  # its last line end was lost
+    assert ledger.append(decision("c"), path)["id"] == "p003" and len(ledger.read(path)) == 3
 
 
 def test_list_show_and_accept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -476,6 +485,9 @@ def test_a_suite_shares_runs_survives_a_failure_and_goes_on_where_it_stopped(
     assert "-" in (tmp_path / "ledger.md").read_text().splitlines()[-3]
     (tmp_path / "out" / "decision-fsdp2.json").unlink()
     assert everything() == 0, "a control without a loss is no origin to compare with"
+    capsys.readouterr()
+    assert everything("--seeds", "5") == 1 and Played.made == made
+    assert capsys.readouterr().out.count("is a decision on another question (seeds)") >= 6
 
 
 def test_a_kill_reaches_the_workers_of_torchrun(tmp_path: Path):
@@ -498,6 +510,29 @@ def test_a_kill_reaches_the_workers_of_torchrun(tmp_path: Path):
     while not all(gone(int(p.read_text())) for p in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert time.monotonic() < deadline
+
+
+def test_what_an_orphan_still_writes_is_left_alone(tmp_path: Path):
+    """A promote that was killed leaves its training behind, which would finish under the name of the next one."""
+    from train_gpt2 import lock_run
+
+    Played.made = []
+    lab = promote.Lab(tmp_path, lambda argv, gpus, log: Played(argv, log), say=lambda text: None)
+    (tmp_path / "arm").mkdir()
+    orphan = lock_run(tmp_path / "arm", 0.0)
+    with pytest.raises(ValueError, match="is being written by another process"):
+        lab.train("arm", ["speedrun", "--data", "x"])
+    assert not Played.made and (tmp_path / "arm").exists()
+    orphan.close()
+    assert lab.train("arm", ["speedrun", "--data", "x", "--max-steps", "60"]) == tmp_path / "arm"
+    assert len(list(tmp_path.glob("arm.cut-*"))) == 1
+
+
+def test_an_arm_without_a_steady_step_is_a_verdict_too(tmp_path: Path):
+    short = arm(tmp_path, "short", steps=1)
+    (short[0] / "metrics.jsonl").write_text("")
+    e = evidence(tmp_path, short)
+    assert gate(e, 3).status == "fail" and first_failure(e) in (2, 3)
 
 
 # --- a real kill -------------------------------------------------------------------------------------------

@@ -400,6 +400,9 @@ def test_going_back_sets_the_later_ones_aside(data: Path, tmp_path: Path, unbrok
     job = Job(flags("adamw", data, run_dir, "--resume", "21"), 1, ("open", "tmp-000024.*metadata", 1))
     assert job.wait() == -signal.SIGKILL, job.output()
     assert saved(run_dir) == [21] and len(list((run_dir / "checkpoints").glob("abandoned-step-000024-*"))) == 1
+    # The end of the first attempt is not the state of a run that was killed in its second.
+    assert not (run_dir / "result.json").exists() and not (run_dir / "model.safetensors").exists()
+    assert (run_dir / "checkpoints" / "latest").read_text() == "step-000021\n"
     import train_gpt2
 
     written = [json.loads(line) for line in rows_written(run_dir)]
