@@ -83,7 +83,7 @@ def write_run(
                 "threads": 2,
                 "attention_backend": "flash",
                 "git_commit": "0" * 40,
-                "argv": [recipe, "--seed", str(seed), "--run-dir", "runs/with space"],
+                "argv": [recipe, "--seed", str(seed), "--data", "my texts", "--run-dir", "runs/first", "--resume", "40"],
             }
         )
     )

@@ -32,8 +32,9 @@ def test_one_run(tmp_path, monkeypatch, capsys):
     for content in (page, text):
         assert "3.4568" in content  # val loss
         assert "29.55%" in content  # HellaSwag, apart
-        assert "with space" in content  # the command, quoted
-    assert "python train_gpt2.py sample --seed 1 --run-dir 'runs/with space'" in text
+        assert "my texts" in content  # the command, quoted
+    # From its start and into a folder of its own: with --run-dir and --resume it would go back within this run.
+    assert "python train_gpt2.py sample --seed 1 --data 'my texts'\n" in text
     assert text.index("3.4568") < text.index("## HellaSwag") < text.index("29.55%")
     assert "all 10,042 examples" in page
     # 95% interval: 0.2955 +- 1.96 * sqrt(p (1 - p) / n)
