@@ -1603,17 +1603,23 @@ class Checkpoints:
                 try:
                     self._commit(temporary, meta)
                 except Exception as e:
-                    failed = [last_line(e)]
+                    failed = [self._why(e)]
             if self.world > 1:
                 dist.broadcast_object_list(failed, src=0, group=self.group)
         except (Exception, dcp.api.CheckpointException) as e:  # the latter is no Exception
-            failed = [last_line(e)]
+            failed = [self._why(e)]
         self.failed = failed[0]
         if self.failed:
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             self.say(f"checkpoint of step {meta['step']} could not be written: {self.failed}; earlier ones are untouched")
         self.stats["write_s"] = time.perf_counter() - began
+
+    def _why(self, e: BaseException) -> str:
+        """An error's last line; torch's writers have words of their own for a full disk."""
+        said = last_line(e)
+        full = shutil.disk_usage(self.dir).free < 1 << 20 and "No space left" not in said
+        return f"No space left on device ({said})" if full else said
 
     def _commit(self, temporary: Path, meta: dict[str, Any]) -> None:
         write_json(temporary / "train_state.json", meta)

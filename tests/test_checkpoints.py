@@ -11,6 +11,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -539,3 +540,13 @@ def test_stalls_are_counted_against_the_usual_step() -> None:
     assert report["stalls"] == 3 and report["median_step_ms"] == 100
     assert report["median_stall_ms"] == 45 and report["max_stall_ms"] == 66
     assert report["median_stall_5_steps_ms"] == 55
+
+
+def test_a_full_disk_is_called_so_whatever_torch_says_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of torch's writers meets it first decides what it says: the system's words, or a position that does not fit."""
+    place: Any = SimpleNamespace(dir=tmp_path)
+    error = RuntimeError("[enforce fail at inline_container.cc]\nunexpected pos 64 vs 0")
+    assert t.Checkpoints._why(place, error) == "unexpected pos 64 vs 0"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    assert t.Checkpoints._why(place, error) == "No space left on device (unexpected pos 64 vs 0)"
+    assert t.Checkpoints._why(place, OSError(28, "No space left on device")) == "[Errno 28] No space left on device"
