@@ -74,6 +74,16 @@ def flag_value(argv: Sequence[str], flag: str) -> str | None:
     return value
 
 
+def without_flags(argv: Sequence[str], *flags: str) -> list[str]:
+    """`argv` without these flags and their values, in either spelling; a flag without a value may stand alone."""
+    kept = []
+    for i, word in enumerate(argv):
+        value = i > 0 and argv[i - 1] in flags and not word.startswith("--")
+        if not value and word.split("=", 1)[0] not in flags:
+            kept.append(word)
+    return kept
+
+
 def launcher(ranks: int = 1, *options: str) -> list[str]:
     """What a script (or -m and a module) is appended to: the interpreter, or torchrun with so many ranks of this node."""
     if ranks <= 1:

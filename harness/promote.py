@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 from harness import gates, ledger
 from harness import profile as profiles
-from harness.common import SCHEMA, TRAINER, UserError, is_user_error, kill_family, launcher, read_json
+from harness.common import SCHEMA, TRAINER, UserError, is_user_error, kill_family, launcher, read_json, without_flags
 
 TRAINER_FLAGS = True
 ACTIONS = ("list", "show", "accept")
@@ -328,17 +328,10 @@ class Plan:
 
 
 def short(argv: Sequence[str]) -> str:
-    """A name for an arm: equal command lines share it."""
+    """A name for an arm: equal configs share it, so that a flag at its default makes no other arm."""
     from train_gpt2 import config_hash, parse_args
 
     return config_hash(replace(parse_args(list(argv)), run_dir=""))[:10]
-
-
-def _resolved(argv: Sequence[str]) -> list[str]:
-    """The config behind a command line, so that a flag at its default makes no other arm."""
-    from train_gpt2 import parse_args
-
-    return [f"{k}={v}" for k, v in sorted(asdict(parse_args(list(argv))).items()) if k != "run_dir"]
 
 
 def decide(
@@ -569,9 +562,7 @@ def without_folder(flags: Sequence[str]) -> list[str]:
     """Flags without --data (the fingerprint says which text it was, wherever it lay) and without what may be secret."""
     from train_gpt2 import public_argv
 
-    flags = public_argv(list(flags))
-    kept = (i for i, flag in enumerate(flags) if "--data" not in (flag, *flags[max(0, i - 1) : i]))
-    return [flags[i] for i in kept if not flags[i].startswith("--data=")]
+    return without_flags(public_argv(list(flags)), "--data")
 
 
 def hardware(env: dict[str, Any], candidate: Candidate) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.common import UserError, human_count, read_json, run_directory
+from harness.common import UserError, human_count, read_json, run_directory, without_flags
 
 BINS = 400  # points of a curve; more than a page shows, few enough for ten runs in a small file
 TABLE_ROWS = 12
@@ -232,12 +232,7 @@ def describe_run(run: Run, index: int, samples: int) -> dict[str, Any]:
 
 def command(run: Run) -> str:
     """What to type to repeat the run from its start, into a folder of its own."""
-    argv: list[str] = []
-    given = list(run.env.get("argv") or [run.config["recipe"]])
-    for i, word in enumerate(given):
-        follows = i > 0 and given[i - 1] in ("--resume", "--run-dir") and not word.startswith("--")
-        if not follows and word.split("=")[0] not in ("--resume", "--run-dir"):
-            argv.append(word)
+    argv = without_flags(run.env.get("argv") or [run.config["recipe"]], "--resume", "--run-dir")
     ranks = int(run.env.get("world_size", 1))
     launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
     return f"{launcher} train_gpt2.py {shlex.join(argv)}"

@@ -324,6 +324,20 @@ def test_the_mirror_is_a_verified_copy_of_the_newest(tmp_path: Path) -> None:
         t.verify_checkpoint(copy)
 
 
+def test_a_mirror_forgets_what_the_run_has_gone_back_behind(tmp_path: Path) -> None:
+    """Else the newest there would be of the attempt that was given up, and would be restored."""
+    mirror = tmp_path / "mirror"
+    first = checkpoints(tmp_path / "run", [], mirror=mirror.as_uri(), keep=4)
+    write(first, 4, 8)
+    first.close()
+    assert "step-000008" in {p.name for p in (mirror / "run").iterdir()}
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000008")
+    again = checkpoints(tmp_path / "run", [], mirror=mirror.as_uri(), keep=4)
+    write(again, 6)
+    again.close()
+    assert max(p.name for p in (mirror / "run").iterdir()) == "step-000006"
+
+
 def test_a_mirror_that_cannot_be_written_is_said_and_stops_nothing(tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / "file").write_text("in the way")

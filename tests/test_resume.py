@@ -426,6 +426,15 @@ def test_resume_from_a_path_goes_on_in_a_new_run_directory(data: Path, tmp_path:
     assert snapshot(unbroken("muon")) == before and saved(tmp_path / "run") == [24]
 
 
+@pytest.mark.parametrize("more", [("--n-layer", "3"), ("--max-steps", "10")])
+def test_a_checkpoint_that_does_not_fit_leaves_no_new_run_directory(
+    data: Path, tmp_path: Path, unbroken: Callable[..., Path], more: tuple[str, str]
+) -> None:
+    path = unbroken("muon") / "checkpoints" / "step-000021"
+    run(flags("muon", data, tmp_path / "run", "--resume", str(path), *more), code=2)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_second_writer_is_refused_in_one_line(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     first = Job(flags("adamw", data, run_dir, "--max-steps", "100000", "--epochs", "100000", "--checkpoint-every", "0"))

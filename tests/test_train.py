@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import math
@@ -636,6 +637,21 @@ def test_a_full_disk_at_the_start_is_refused(shards: Path, capsys: Capture, smal
     refused(flags("sample", shards, no_inodes / "run"), no_inodes, capsys, str(no_inodes), "No space left")
     few = small_disk("size=64m,nr_inodes=4")  # the folder fits, its files do not
     refused(flags("sample", shards, few / "run"), few, capsys, str(few), "No space left")
+
+
+def test_a_full_disk_at_the_last_weights_is_an_error_of_the_disk(small_disk: Callable[[str], Path]) -> None:
+    """safetensors has an exception of its own for it, which is no OSError."""
+    cfg = parse_args(["gpt2", "--n-layer", "1", "--n-embd", "64", "--n-head", "2"])
+    at = small_disk("size=1m")
+    with pytest.raises(OSError) as caught:
+        train_gpt2.save_weights(GPT(cfg), cfg, at / "model.safetensors")
+    assert caught.value.errno == errno.ENOSPC and not list(at.iterdir())
+
+
+def test_a_compile_mode_without_compilation_is_refused(shards: Path, tmp_path: Path, capsys: Capture) -> None:
+    argv = flags("gpt2", shards, tmp_path / "run", compile="off", compile_mode="max-autotune-no-cudagraphs")
+    assert main(argv) == Exit.BAD_INPUT and not (tmp_path / "run").exists()
+    assert "nothing is compiled here" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------- command line
