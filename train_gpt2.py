@@ -44,12 +44,13 @@ import sys
 import threading
 import time
 import traceback
+import types
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -131,6 +132,9 @@ class Config:
     unet_skip: bool = opt(False, "learned skip connections from the first half of the blocks to the second")
     attn_gate: bool = opt(False, "each head's output is gated by a sigmoid of the first 12 channels")
     smear: bool = opt(False, "each embedding takes in a gated part of the one before it")
+    key_offset: bool = opt(False, "key channels without position are those of the token before")
+    document_mask: bool = opt(False, "attention stays within a document, which starts at <|endoftext|>")
+    window: int = opt(0, "tokens that attention sees, its own and those before; 0: the whole context")
     # Optimizer.
     optimizer: Literal["adamw", "muon"] = opt("adamw", "muon: Muon for matrices inside blocks, AdamW for the rest")
     muon_lr: float = opt(0.02, "Muon learning rate, times sqrt(max(1, rows/cols))")
@@ -166,7 +170,10 @@ class Config:
     head_precision: Literal["same", "fp8"] = opt("same", "forward product of the head in training; fp8 needs capability 8.9")
     compile: Toggle = opt("auto", "torch.compile the blocks; auto: on for CUDA (measured not to pay on CPU)")
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = opt("default", "torch.compile mode; autotuning is slow")
-    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = opt("auto", "SDPA backend; auto: the fastest that works")
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex", "fa3", "fa4"] = opt(
+        "auto", "SDPA backend, FlexAttention, or an installed FlashAttention-3 or -4; auto: the fastest SDPA backend that works"
+    )
+    cuda_graph: bool = opt(False, "forward and backward of a micro-batch replayed as one CUDA graph; one rank")
     parallel: Literal["owner", "ddp", "zero1", "fsdp2", "fsdp3"] = opt(
         "owner", "several ranks. ddp: all replicated. owner: one rank updates each Muon matrix. zero1: AdamW too. fsdp2, fsdp3: "
         "weights sharded as well, by FSDP2 that keeps or frees them between forward and backward"
@@ -197,9 +204,9 @@ class Config:
 
 # Fields that say how or where a run executes, not what it learns.
 EXECUTION_FIELDS = frozenset(
-    "run_dir seed data device compile compile_mode attention parallel ddp_bucket_mb recompute threads deterministic comm_timeout "
-    "micro_batch val_batch checkpoint_every keep resume mirror mtbf_hours spot_mtbf_hours on_save_error wandb on_finish "
-    "on_finish_when max_minutes".split()
+    "run_dir seed data device compile compile_mode attention cuda_graph parallel ddp_bucket_mb recompute threads "
+    "deterministic comm_timeout micro_batch val_batch checkpoint_every keep resume mirror mtbf_hours spot_mtbf_hours "
+    "on_save_error wandb on_finish on_finish_when max_minutes".split()
 )
 
 RECIPES: dict[str, Config] = {
@@ -291,6 +298,10 @@ def check_config(cfg: Config) -> None:
         raise UserError("--reduce-precision bf16 goes with --parallel owner, zero1, fsdp2 or fsdp3, not with ddp")
     if cfg.head_precision == "fp8" and (cfg.n_embd % 16 or cfg.padded_vocab % 16):
         raise UserError("--head-precision fp8 needs --n-embd and --padded-vocab that are multiples of 16")
+    if cfg.attention == "flex" and (cfg.seq_len % FLEX_BLOCK or cfg.compile == "off"):
+        raise UserError(f"--attention flex needs compiled blocks and a --seq-len that is a multiple of {FLEX_BLOCK}")
+    if cfg.cuda_graph and (cfg.precision == "fp16" or cfg.parallel.startswith("fsdp")):
+        raise UserError("--cuda-graph does not go with --precision fp16 or with fsdp")
     parse_cadence(cfg.checkpoint_every)
 
 
@@ -411,8 +422,14 @@ def data_fingerprint(folder: str | Path) -> str:
     return "unmanifested:" + digest.hexdigest()
 
 
+MIN_DOCUMENT = 64  # mean tokens of the documents of a micro-batch, at least: the varlen kernels need a bound on their number
+FLEX_BLOCK = 128  # positions of a block of FlexAttention's mask
+
+
 def check_ids(tokens: np.ndarray, cfg: Config) -> np.ndarray:
     """The tokens, if the vocabulary has them all; an id beyond it would end in a crash of the device. Raises UserError."""
+    if cfg.document_mask and (count := np.count_nonzero(tokens == EOT)) > max(1, len(tokens) // MIN_DOCUMENT):
+        raise UserError(f"{cfg.data}: {count} documents in {len(tokens)} tokens; --document-mask needs {MIN_DOCUMENT} each")
     if tokens.max() >= cfg.vocab_size:
         raise UserError(
             f"{cfg.data}: token id {tokens.max()} is not below --vocab-size {cfg.vocab_size}; check it by `python -m data verify`"
@@ -499,19 +516,71 @@ def rotate(x_BTHD: Tensor, rope: Tensor) -> Tensor:
     return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
 
 
+class Varlen(NamedTuple):
+    """A mask for the varlen kernels: the rows of a micro-batch are laid end to end and cut where documents start."""
+
+    bounds: Tensor  # (D + 1,) int32, first token of each document and the end of all; documents of no tokens fill it up
+    longest: int
+    window: int
+
+
+def flex_mask(doc_BT: Tensor, window: int) -> Any:
+    """BlockMask of causal attention within a document and a window, from the bounds of each block of positions.
+
+    doc_BT: number of each token's document, which only grows within a row; T is a multiple of FLEX_BLOCK. (create_block_mask
+    looks at every pair: 4.3 ms for 65,536 tokens, measured.)
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    first, last = doc_BT[:, ::FLEX_BLOCK], doc_BT[:, FLEX_BLOCK - 1 :: FLEX_BLOCK]
+    i = torch.arange(first.size(1), device=doc_BT.device)
+    ahead = FLEX_BLOCK * (i[:, None] - i)  # of a query's block before a key's, in tokens
+    some = (ahead >= 0) & (ahead - FLEX_BLOCK + 1 < window) & (first[:, :, None] <= last[:, None, :])
+    every = (ahead > 0) & (ahead + FLEX_BLOCK - 1 < window) & (last[:, :, None] == first[:, None, :])
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, 1, Q) numbers of key blocks and (B, 1, Q, K) the blocks themselves, those that count first."""
+        blocks = blocks[:, None]
+        return blocks.sum(-1).int(), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+
+    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q - k < window) & (doc_BT[b, q] == doc_BT[b, k])
+
+    return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=FLEX_BLOCK, mask_mod=allowed)
+
+
+def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Any, scale: float) -> Tensor:
+    """Causal attention, (B, T, H, D). mask decides the kernel: None or (B, 1, T, T) bool for SDPA, a Varlen, a BlockMask."""
+    if isinstance(mask, Varlen):
+        from torch.nn.attention.varlen import varlen_attn
+
+        back = mask.window - 1 if mask.window < mask.longest else -1
+        q, k, v = q_BTHD.flatten(0, 1), k_BTHD.flatten(0, 1), v_BTHD.flatten(0, 1)
+        at, longest = mask.bounds, mask.longest
+        y: Any = varlen_attn(q, k, v, at, at, longest, longest, scale=scale, window_size=(back, 0))
+        return y.view_as(q_BTHD)
+    q, k, v = q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2)
+    if mask is None or isinstance(mask, Tensor):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale).transpose(1, 2)
+    from torch.nn.attention.flex_attention import flex_attention
+
+    flexed: Any = flex_attention(q, k, v, block_mask=mask, scale=scale)
+    return flexed.transpose(1, 2)
+
+
 class Attention(nn.Module):
     def __init__(self, cfg: Config, value_embed: bool):
         super().__init__()
         self.n_head, self.head_width = cfg.n_head, cfg.n_embd // cfg.n_head
         self.qk_norm, self.rotary = cfg.qk_norm, cfg.position == "rotary"
-        self.scale = cfg.attn_scale or self.head_width**-0.5
+        self.scale, self.key_offset = cfg.attn_scale or self.head_width**-0.5, cfg.key_offset
         self.qkv = Linear(cfg.n_embd, 3 * cfg.n_embd, bias=cfg.bias)
         self.proj = Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
         self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5])) if value_embed else None
         # Zero-initialised: every head starts half open (modded-nanogpt record 28).
         self.gate = Linear(12, cfg.n_head, bias=False) if cfg.attn_gate else None
 
-    def forward(self, x_BTC: Tensor, ve_BTC: Tensor | None, rope: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, ve_BTC: Tensor | None, rope: Tensor, mask: Any) -> Tensor:
         B, T, C = x_BTC.shape
         q, k, v = self.qkv(x_BTC).view(B, T, 3, self.n_head, self.head_width).unbind(2)
         if self.value_mix is not None:
@@ -521,9 +590,10 @@ class Attention(nn.Module):
             q, k = F.rms_norm(q, (self.head_width,)), F.rms_norm(k, (self.head_width,))
         if self.rotary:
             q, k = rotate(q, rope), rotate(k, rope)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=self.scale
-        ).transpose(1, 2)
+        if self.key_offset:  # a query finds what followed an earlier token like it in one layer (modded-nanogpt record 49)
+            still = torch.arange(self.head_width, device=k.device) // (self.head_width // 4) % 2 == 1  # see rotary_table
+            k = torch.cat([k[:, :1], torch.where(still, k[:, :-1], k[:, 1:])], dim=1)
+        y = attend(q, k, v, mask, self.scale)
         if self.gate is not None:
             y = y * torch.sigmoid(self.gate(x_BTC[..., :12])).unsqueeze(-1)
         return self.proj(y.reshape(B, T, C))
@@ -549,13 +619,15 @@ class Block(nn.Module):
         self.x0_mix = nn.Parameter(torch.tensor([1.0, 0.0])) if cfg.x0_mix else None
         self.skip_weight = nn.Parameter(torch.tensor(1.0)) if skip else None
 
-    def forward(self, x: Tensor, x0: Tensor, skip: Tensor | None, ve: Tensor | None, rope: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, x0: Tensor, skip: Tensor | None, ve: Tensor | None, rope: Tensor, mask: Any = None
+    ) -> Tensor:  # fmt: skip
         if self.skip_weight is not None:
             assert skip is not None
             x = x + self.skip_weight * skip
         if self.x0_mix is not None:
             x = self.x0_mix[0] * x + self.x0_mix[1] * x0
-        x = x + self.attn(self.norm1(x), ve, rope)
+        x = x + self.attn(self.norm1(x), ve, rope, mask)
         return x + self.mlp(self.norm2(x))
 
 
@@ -568,13 +640,14 @@ def selective_contexts() -> Any:
 
     torch's own list of compute-intensive operators lacks the cuDNN and CPU attentions; math attention is bmm and softmax.
     """
+    import torch.nn.attention.varlen  # defines its operator
     from torch._functorch.partitioners import get_default_op_list
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     aten = torch.ops.aten
     linear = {aten.mm, aten.addmm}
     keep = {*get_default_op_list().compute_intensive_ops, aten._softmax, aten._safe_softmax}
-    keep.add(torch.ops.higher_order.flex_attention)
+    keep |= {torch.ops.higher_order.flex_attention, torch.ops.torch_attn._varlen_attn}
     names = [name for name in dir(aten) if name.startswith("_scaled_dot_product") and not name.endswith("backward")]
     keep |= {getattr(aten, name) for name in names}
     # Forward and recomputation count apart: with one counter, an odd number of products would swap their roles.
@@ -631,6 +704,7 @@ class GPT(nn.Module):
         self.smear_scale = nn.Parameter(torch.tensor(0.0)) if cfg.smear else None
         rope = rotary_table(cfg.seq_len, cfg.n_embd // cfg.n_head) if cfg.position == "rotary" else torch.empty(0)
         self.register_buffer("rope", rope, persistent=False)
+        self.kernel: Literal["sdpa", "varlen", "flex"] = "sdpa"  # of attention
         self.one_graph = False  # validate with the graphs of training: a forward without gradients would be compiled apart
         self._init_weights()
 
@@ -660,6 +734,25 @@ class GPT(nn.Module):
     def head_weight(self) -> Tensor:
         return self.wte.weight if self.head is None else self.head.weight
 
+    def attention_mask(self, idx_BT: Tensor) -> Any:
+        """What `attend` takes for these tokens. None of the forms waits for the device."""
+        cfg, (B, T) = self.cfg, idx_BT.shape
+        window = min(cfg.window or T, T)
+        if self.kernel == "sdpa" and window == T and not cfg.document_mask:
+            return None
+        starts_BT = (idx_BT == EOT) & cfg.document_mask
+        if self.kernel == "varlen":
+            starts_BT[:, 0] = True
+            room = B + (B * T // MIN_DOCUMENT if cfg.document_mask else 0)
+            bounds = starts_BT.flatten().nonzero_static(size=room + 1, fill_value=B * T)
+            return Varlen(bounds.flatten().int(), T, window)
+        doc_BT = starts_BT.cumsum(1)
+        if self.kernel == "flex":
+            return flex_mask(doc_BT, window)
+        at = torch.arange(T, device=idx_BT.device)
+        ago_TT = at[:, None] - at
+        return ((ago_TT >= 0) & (ago_TT < window) & (doc_BT[:, :, None] == doc_BT[:, None, :])).unsqueeze(1)
+
     def hidden(self, idx_BT: Tensor) -> Tensor:
         """(B, T) token ids to the final normed residual stream (B, T, C) in the compute type."""
         T = idx_BT.size(1)
@@ -674,13 +767,13 @@ class GPT(nn.Module):
             x = torch.cat([x[:, :1], x[:, 1:] + gate.to(x.dtype) * x[:, :-1]], dim=1)
         if self.cfg.norm == "rms":
             x = F.rms_norm(x, (x.size(-1),))
-        x0, skips = x, list[Tensor]()
+        x0, skips, mask = x, list[Tensor](), self.attention_mask(idx_BT)
         tables = [table(idx_BT).to(self.dtype) for table in self.value_tables]
         half = self.cfg.n_layer // 2
         for i, block in enumerate(self.blocks):
             # The last block of the first half pairs with the first of the second half, and so outwards.
             skip = skips.pop() if i >= self.cfg.n_layer - half and skips else None
-            x = block(x, x0, skip, tables[self.table_of[i]] if self.table_of[i] >= 0 else None, self.rope)
+            x = block(x, x0, skip, tables[self.table_of[i]] if self.table_of[i] >= 0 else None, self.rope, mask)
             if self.cfg.unet_skip and i < half:
                 skips.append(x)
         return self.norm_f(x)
@@ -719,8 +812,11 @@ def parameter_count(cfg: Config) -> dict[str, int]:
 
 
 def flops_per_token(cfg: Config) -> int:
-    """Training FLOPs per token: 6*N_matmul + 12*L*C*T (Chowdhery et al. 2022, appendix B), no causal discount."""
-    return 6 * parameter_count(cfg)["matmul"] + 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
+    """Training FLOPs per token: 6*N_matmul + 12*L*C*T (Chowdhery et al. 2022, appendix B), no causal discount.
+
+    T is at most the window. A document mask takes off as much again, by the text, which is not counted.
+    """
+    return 6 * parameter_count(cfg)["matmul"] + 12 * cfg.n_layer * cfg.n_embd * min(cfg.seq_len, cfg.window or cfg.seq_len)
 
 
 # ------------------------------------------------------------------------------------------------ loss
@@ -1310,38 +1406,69 @@ class _SeenOps(torch.utils._python_dispatch.TorchDispatchMode):
     attention = "math"  # the fused operator that has run, if any
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.attention == "math" and "scaled_dot_product" in str(func):
+        if self.attention == "math" and ("scaled_dot_product" in str(func) or "varlen_attn" in str(func)):
             self.attention = str(func).split(".")[1].strip("_")
         return func(*args, **(kwargs or {}))
 
 
+def activate_flash_attention(version: Literal["fa3", "fa4"]) -> None:
+    """Puts an installed FlashAttention-3 or -4 in the place of torch's own FlashAttention-2, by torch's switch.
+
+    Raises ImportError if it is not installed.
+    """
+    from torch.nn import attention
+
+    if version == "fa4":  # its newer releases return more than the two tensors that torch 2.11 to 2.13 expect
+        import flash_attn.cute.interface as cute  # type: ignore[import-not-found]
+        from torch.nn.attention._fa4 import register_flash_attention_fa4
+
+        adapter: Any = types.ModuleType("flash_attention_4_for_torch")
+        adapter._flash_attn_fwd = lambda *args, **kwargs: cute._flash_attn_fwd(*args, **kwargs)[:2]
+        adapter._flash_attn_bwd = cute._flash_attn_bwd
+        sys.modules[adapter.__name__] = adapter
+        attention.register_flash_attention_impl("FA4", register_fn=lambda: register_flash_attention_fa4(adapter.__name__))
+    attention.activate_flash_attention_impl(version.upper())
+
+
 def choose_attention(cfg: Config, device: torch.device) -> str:
-    """Sets the SDPA backend by trying it, forward and backward, on a small call; returns the operator that really ran.
+    """Sets the attention backend by trying it, forward and backward, on a small call; returns the operator that really ran.
 
     auto on CUDA: cuDNN first from compute capability 9.0 (measured on an H200: 1.9 times FlashAttention-2 at T=1024),
-    else FlashAttention-2, memory-efficient, math. Deterministic runs leave cuDNN out. Raises UserError.
+    else FlashAttention-2, memory-efficient, math. Deterministic runs leave cuDNN out. With a document mask or a window
+    FlashAttention takes its varlen form; cuDNN, memory-efficient and math take a (T, T) mask. Raises UserError.
     """
-    order = ["flash", "efficient", "math"] if device.type == "cuda" else ["flash", "math"]
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 and not cfg.deterministic:
+    masked = cfg.document_mask or bool(cfg.window)
+    order = ["flash", "efficient", "math"] if device.type == "cuda" else ["math"] if masked else ["flash", "math"]
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 and not cfg.deterministic and not masked:
         order.insert(0, "cudnn")
+    if cfg.attention in ("flex", "fa3", "fa4") and device.type != "cuda":
+        raise UserError(f"--attention {cfg.attention} needs a CUDA device (FlexAttention has no backward on a CPU)")
     backends = torch.backends.cuda
     switch = {
         "cudnn": backends.enable_cudnn_sdp, "flash": backends.enable_flash_sdp,
         "efficient": backends.enable_mem_efficient_sdp, "math": backends.enable_math_sdp,
     }  # fmt: skip
-    shape = (1, cfg.n_head, min(cfg.seq_len, 256), cfg.n_embd // cfg.n_head)
+    tokens = torch.zeros(1, min(cfg.seq_len, 256), dtype=torch.int64, device=device)
+    shape = (*tokens.shape, cfg.n_head, cfg.n_embd // cfg.n_head)
     for name in order if cfg.attention == "auto" else [cfg.attention]:
+        # torch.compile's caches on disk do not look at these switches: a run with one backend was given the kernels that
+        # an earlier run had compiled with another.
+        torch.compiler.config.cache_key_tag = f"attention={name}"
+        if name == "flex":  # not compiled it would be another operator
+            return "flex_attention"
         for key, enable in switch.items():
-            enable(key == name)
+            enable(key == ("flash" if name in ("fa3", "fa4") else name))
         q = torch.zeros(shape, dtype=COMPUTE_DTYPE[cfg.precision], device=device, requires_grad=True)
         try:
+            if name in ("fa3", "fa4"):
+                activate_flash_attention(name)  # type: ignore[arg-type]
+            with torch.device("meta"):
+                model = GPT(dataclasses.replace(cfg, n_layer=1, value_embeds=0))
+            model.kernel = "varlen" if masked and device.type == "cuda" and name in ("flash", "fa3", "fa4") else "sdpa"
             with _SeenOps() as seen:
-                F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
-            # torch.compile's caches on disk do not look at these switches: a run with one backend was given the kernels that
-            # an earlier run had compiled with another.
-            torch.compiler.config.cache_key_tag = f"attention={name}"
-            return seen.attention
-        except RuntimeError as e:
+                attend(q, q, q, model.attention_mask(tokens), 1.0).sum().backward()
+            return seen.attention + (f" ({name})" if name in ("fa3", "fa4") else "")
+        except (RuntimeError, ImportError, ValueError) as e:
             problem = str(e).splitlines()[0]
     raise UserError(f"--attention {cfg.attention} does not run here: {problem}")
 
@@ -1774,7 +1901,7 @@ def val_protocol(cfg: Config, stream: TokenStream) -> dict[str, Any]:
     for start in range(0, cfg.val_tokens + 1, 1 << 20):
         digest.update(check_ids(stream.slice(start, min(1 << 20, cfg.val_tokens + 1 - start)), cfg).tobytes())
     size = {"tokens": cfg.val_tokens, "seq_len": cfg.seq_len}
-    return {"data": digest.hexdigest(), **size, "document_mask": False, "dtype": cfg.precision}
+    return {"data": digest.hexdigest(), **size, "document_mask": cfg.document_mask, "dtype": cfg.precision}
 
 
 def evaluate_tokens(
@@ -1791,7 +1918,7 @@ def evaluate_tokens(
     # Every rank makes the same number of forwards, since sharded weights are gathered in each: the last may be all padding.
     for first in range(rank * batch, math.ceil(rows / (world * batch)) * world * batch, world * batch):
         count = max(0, min(batch, rows - first))
-        tokens = torch.from_numpy(stream.slice(first * seq_len, count * seq_len + 1).astype(np.int64))
+        tokens = torch.from_numpy(check_ids(stream.slice(first * seq_len, count * seq_len + 1), model.cfg).astype(np.int64))
         x, y = torch.zeros(batch, seq_len, dtype=torch.int64), torch.full((batch, seq_len), -1)
         x[:count], y[:count] = tokens[:-1].view(count, seq_len), tokens[1:].view(count, seq_len)
         total += model.nll(x.to(device), y.to(device)).double().sum()
@@ -1815,7 +1942,8 @@ class LargestLogit(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             logits = (args[0].float() @ args[1].float().mT) * kwargs["scale"]
-            self.value = max(self.value, logits.masked_fill(torch.ones_like(logits[0, 0]).triu(1).bool(), -math.inf).max().item())
+            mask = torch.ones_like(logits[0, 0]).tril().bool() if kwargs["attn_mask"] is None else kwargs["attn_mask"]
+            self.value = max(self.value, logits.masked_fill(~mask, -math.inf).max().item())
         return func(*args, **(kwargs or {}))
 
 
@@ -1961,6 +2089,7 @@ class Trainer(Progress):
         self.pending: collections.deque[tuple[int, Tensor, Any]] = collections.deque()
         self.mark: Any = None  # when the step before was done
         self.step_ms: list[float] = []
+        self.graphs: list[tuple[torch.cuda.CUDAGraph, Tensor]] = []  # of `capture`, each with its loss
         self.wishes = [False, False, False]  # of all ranks, in the step read last: stop, save, the time is up
 
     # -- small things
@@ -1980,6 +2109,12 @@ class Trainer(Progress):
     def synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize(self.device)
+
+    def peak_memory(self) -> int:
+        """Bytes; a graph's memory stays reserved for it and is not counted as allocated when it is replayed."""
+        if not self.cuda:
+            return 0
+        return (torch.cuda.max_memory_reserved if self.graphs else torch.cuda.max_memory_allocated)(self.device)
 
     def tick(self) -> Any:
         """A point in time: on the device's own clock, an event; else seconds."""
@@ -2072,6 +2207,8 @@ class Trainer(Progress):
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank saves and loads without it
         attention = choose_attention(cfg, device)
+        if cfg.cuda_graph and (not self.cuda or self.world > 1):
+            raise UserError("--cuda-graph needs a CUDA device and one rank")
         compiled = cfg.compile == "on" or (cfg.compile == "auto" and self.cuda)
         if cfg.compile_mode != "default" and not compiled:
             raise UserError(f"--compile-mode {cfg.compile_mode}: nothing is compiled here; add --compile on")
@@ -2093,6 +2230,7 @@ class Trainer(Progress):
         self.model = GPT(cfg).to(device)
         if compiled:
             torch._dynamo.config.recompile_limit = 64  # blocks with and without skips and value embeddings, train and val
+        self.model.kernel = "flex" if "flex" in attention else "varlen" if "varlen" in attention else "sdpa"
         for block in self.model.blocks:
             if cfg.recompute != "off":
                 block.forward = recomputing(block.forward, cfg.recompute)
@@ -2175,10 +2313,39 @@ class Trainer(Progress):
         self.synchronize()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
+        if cfg.cuda_graph:
+            self.capture()
         self.compile_s = time.perf_counter() - began
+
+    def capture(self) -> None:
+        """Records forward and backward of a micro-batch: once where gradients are set, once where they are added to.
+
+        What lies between two kernels of a replayed graph is shorter: {gain}.
+        """
+        self.static_xy = torch.zeros(2, self.cfg.micro_batch, self.cfg.seq_len, dtype=torch.int64, device=self.device)
+        for _ in range(min(self.accum, 2)):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.graphs[0][0].pool() if self.graphs else None):
+                loss = self.backward(self.static_xy[0], self.static_xy[1], last=True)
+            self.graphs.append((graph, loss))
+            self.static_grads = {name: self.optimizer.grad(name) for name in self.optimizer.params}
+        self.optimizer.zero_grad()
+
+    def replay(self, x: Tensor, y: Tensor) -> Tensor:
+        """`backward` by the recorded graphs."""
+        for static, tokens in zip(self.static_xy, (x, y)):
+            static.copy_(tokens)
+        first = not any(p.grad is not None for p in self.optimizer.params.values())
+        graph, loss = self.graphs[0 if first else -1]
+        graph.replay()
+        for name, p in self.optimizer.params.items():
+            p.grad = self.static_grads[name]
+        return loss
 
     def backward(self, x: Tensor, y: Tensor, last: bool) -> Tensor:
         """Forward and backward of one micro-batch; gradients of the step's mean loss add up. Returns the summed nats."""
+        if self.graphs and not torch.cuda.is_current_stream_capturing():
+            return self.replay(x, y)
         self.optimizer.sync = last
         ddp = isinstance(self.ddp, nn.parallel.DistributedDataParallel)
         # Set before the forward: DDP decides there whether the backward will reduce.
@@ -2288,9 +2455,12 @@ class Trainer(Progress):
         row = {"kind": "val", "step": self.step, "tokens": self.tokens, "val_loss": loss}
         row |= {"train_s": self.train_s, "val_s": seconds}
         if self.main and not self.sharded:  # on one sequence, eagerly: the compiled blocks cannot be looked into
-            idx_BT = torch.from_numpy(self.val_stream.slice(0, cfg.seq_len).astype(np.int64)).unsqueeze(0).to(self.device)
+            tokens = self.val_stream.slice(0, min(cfg.seq_len, 1024))
+            idx_BT = torch.from_numpy(tokens.astype(np.int64)).unsqueeze(0).to(self.device)
+            kernel, self.model.kernel = self.model.kernel, "sdpa"
             with torch.no_grad(), torch.compiler.set_stance("force_eager"), LargestLogit() as attention:
                 self.model.hidden(idx_BT)
+            self.model.kernel = kernel
             row["max_attention_logit"] = attention.value
         self.log(row)
         self.say(f"step {self.step}/{cfg.max_steps}  val loss {loss:.4f}  after {self.train_s:.1f} s of training")
@@ -2381,7 +2551,7 @@ class Trainer(Progress):
                 "kind": "train", "step": step, "tokens": step * cfg.batch_tokens, "loss": loss,
                 "lr": (cfg.muon_lr if cfg.optimizer == "muon" else cfg.lr) * learning_rate_factor(cfg, step - 1),
                 "grad_norm": norm, "step_ms": elapsed * 1000, "tokens_per_s": rate, "mfu": mfu,
-                "peak_mem_bytes": torch.cuda.max_memory_allocated(self.device) if self.cuda else 0, "train_s": self.train_s,
+                "peak_mem_bytes": self.peak_memory(), "train_s": self.train_s,
                 "epoch": (step * cfg.batch_tokens - 1) // len(self.train_stream),
             }  # fmt: skip
             if self.save_ms:  # of the save before this step, not part of its step_ms
@@ -2602,6 +2772,8 @@ def train(cfg: Config) -> tuple[Exit, str, Path | None]:
         trainer.finish(code, reason or ("finished" if code == Exit.OK else code.name.lower()))
     except OSError as e:
         code, line = Exit.DISK, f"{trainer.run_dir} cannot be written: {e.strerror}; checkpoints stand"
+    if trainer.lock is not None:
+        trainer.lock.close()
     return code, line, trainer.run_dir
 
 

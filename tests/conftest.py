@@ -15,7 +15,7 @@ from train_support import write_shards
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # Files whose tests train in this process: torch's global switches are put back after each test.
-TRAINING = {"test_model", "test_optimizer", "test_loader", "test_train", "test_gpu"}
+TRAINING = {"test_model", "test_optimizer", "test_loader", "test_train", "test_gpu", "test_attention", "test_candidates"}
 
 
 @pytest.fixture(autouse=True)

@@ -72,19 +72,6 @@ def passes(cfg: Config, device: str) -> tuple[Calls, float, torch.Tensor]:
     return calls, loss.item(), torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.fixture(autouse=True)
-def _backends():
-    """choose_attention leaves one backend on; afterwards all are as before."""
-    b = torch.backends.cuda
-    before = (b.flash_sdp_enabled(), b.mem_efficient_sdp_enabled(), b.math_sdp_enabled(), b.cudnn_sdp_enabled())
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    for enable, was in zip((b.enable_flash_sdp, b.enable_mem_efficient_sdp, b.enable_math_sdp, b.enable_cudnn_sdp), before):
-        enable(was)
-
-
 @pytest.mark.parametrize("backend", ["flash", "math"])
 @pytest.mark.parametrize("recipe", ["sample", "gpt2"])  # five products a block, an odd number, and four
 def test_selective_recomputation_never_computes_attention_again(recipe: str, backend: str):

@@ -1,0 +1,228 @@
+"""Document masks and windows: every kernel against one written out pair by pair, and the whole model with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import train_gpt2
+from tests.train_support import flags, result, rows, shard_bytes, text, write_shards
+from train_gpt2 import EOT, GPT, RECIPES, Config, Exit, UserError, attend, main, parse_args
+
+T = 384  # three of FlexAttention's blocks
+
+
+def config(**changes: Any) -> Config:
+    small = {"n_layer": 2, "n_head": 2, "n_embd": 64, "seq_len": T, "padded_vocab": 50304, "value_embeds": 0}
+    return dataclasses.replace(RECIPES["speedrun"], **(small | {"precision": "fp32", "head_precision": "same"} | changes))
+
+
+def some_tokens(seed: int = 0) -> Tensor:
+    """(3, T) tokens: documents of 1 to 200 tokens, one row that is a single document, one that starts within one."""
+    generator = torch.Generator().manual_seed(seed)
+    idx = torch.randint(50256, (3, T), generator=generator)
+    idx[0, [0, 1, 5, 127, 128, 255, 256, 300]] = EOT
+    idx[1, [200, 383]] = EOT
+    return idx
+
+
+def by_pairs(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, documents: bool, window: int, scale: float) -> Tensor:
+    """Attention in float64, from the definition: a loop over queries, with the keys that each may see listed."""
+    out = torch.zeros_like(q, dtype=torch.float64)
+    q, k, v = q.double(), k.double(), v.double()
+    for b in range(len(idx)):
+        start = 0
+        for t in range(idx.size(1)):
+            if documents and idx[b, t] == EOT:
+                start = t
+            low = max(start, t - window + 1) if window else start
+            weights = torch.einsum("hd,khd->hk", q[b, t], k[b, low : t + 1]).mul(scale).softmax(-1)
+            out[b, t] = torch.einsum("hk,khd->hd", weights, v[b, low : t + 1])
+    return out
+
+
+CASES = [(True, 0), (False, 100), (True, 100), (True, 1), (False, 128), (True, 257), (False, T), (False, 10_000)]
+
+
+@pytest.mark.parametrize("documents, window", CASES)
+def test_sdpa_with_a_mask_is_attention_pair_by_pair(documents: bool, window: int) -> None:
+    model = GPT(config(document_mask=documents, window=window))
+    idx = some_tokens()
+    q, k, v = torch.randn(3, 3, T, 2, 32, generator=torch.Generator().manual_seed(1)).unbind()
+    mask = model.attention_mask(idx)
+    assert (mask is None) == (not documents and window >= T)
+    want = by_pairs(q, k, v, idx, documents, window, 0.2)
+    torch.testing.assert_close(attend(q, k, v, mask, 0.2).double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("documents, window", CASES)
+def test_flex_and_varlen_masks_allow_the_same_pairs_as_sdpa(documents: bool, window: int) -> None:
+    """FlexAttention has no backward on a CPU and varlen no kernel: what their masks say is compared, pair by pair."""
+    model = GPT(config(document_mask=documents, window=window))
+    idx = some_tokens(2)
+    mask = model.attention_mask(idx)
+    want = torch.ones(3, T, T).tril().bool() if mask is None else mask[:, 0]
+    b, q, k = torch.meshgrid(torch.arange(3), torch.arange(T), torch.arange(T), indexing="ij")
+
+    model.kernel = "flex"
+    flex = model.attention_mask(idx)
+    assert torch.equal(flex.mask_mod(b, None, q, k), want)
+    # A block is listed if any pair in it is allowed, and as full, where no pair is looked at, only if all are.
+    blocks = want.view(3, T // 128, 128, T // 128, 128)
+    every = blocks.all(4).all(2)
+    some = blocks.any(4).any(2) & ~every
+    for numbers, listed, expected in (
+        (flex.kv_num_blocks, flex.kv_indices, some),
+        (flex.full_kv_num_blocks, flex.full_kv_indices, every),
+    ):
+        for i in range(3):
+            for row in range(T // 128):
+                got = listed[i, 0, row, : numbers[i, 0, row]].tolist()
+                assert sorted(got) == expected[i, row].nonzero().flatten().tolist()
+
+    model.kernel = "varlen"
+    varlen = model.attention_mask(idx)
+    assert varlen.bounds.dtype == torch.int32 and varlen.bounds[0] == 0 and varlen.bounds[-1] == 3 * T
+    document = torch.searchsorted(varlen.bounds, torch.arange(3 * T, dtype=torch.int32), right=True).view(3, T)
+    same = document[:, :, None] == document[:, None, :]
+    assert torch.equal(same & (k <= q) & (q - k < varlen.window), want)
+
+
+def test_flex_forward_is_sdpa_with_the_mask() -> None:
+    model = GPT(config(document_mask=True, window=100))
+    idx = some_tokens(3)
+    q, k, v = torch.randn(3, 3, T, 2, 32, generator=torch.Generator().manual_seed(1)).unbind()
+    want = attend(q, k, v, model.attention_mask(idx), 0.2)
+    model.kernel = "flex"
+    with torch.no_grad(), pytest.warns(UserWarning, match="flex_attention called without torch.compile"):
+        torch.testing.assert_close(attend(q, k, v, model.attention_mask(idx), 0.2), want, rtol=1e-4, atol=1e-5)
+
+
+def test_documents_do_not_see_one_another_and_a_window_ends() -> None:
+    """Through a whole model, whose smear and key offset are off: they reach back one token, also over a document's start."""
+
+    def logits(model: GPT, idx: Tensor) -> Tensor:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if p.ndim >= 2 and "gate" not in name:  # zero-initialised otherwise
+                    p.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+            return model.logits(idx)
+
+    idx = some_tokens(4)[1:2]
+    other = idx.clone()
+    other[0, :200] = (other[0, :200] + 1) % 50256
+    model = GPT(config(document_mask=True, smear=False))
+    assert torch.equal(logits(model, idx)[:, 200:], logits(model, other)[:, 200:])
+    assert not torch.allclose(logits(model, idx)[:, 199], logits(model, other)[:, 199])
+    open_ended = GPT(config(smear=False))
+    assert not torch.allclose(logits(open_ended, idx)[:, 210], logits(open_ended, other)[:, 210])
+    windowed = GPT(config(window=50, smear=False))  # two layers see 2 x 49 tokens back
+    assert torch.allclose(logits(windowed, idx)[:, 298:], logits(windowed, other)[:, 298:], atol=1e-6)
+    assert not torch.allclose(logits(windowed, idx)[:, 290], logits(windowed, other)[:, 290], atol=1e-6)
+
+
+def test_key_offset_takes_the_still_channels_of_the_token_before() -> None:
+    cfg = config(key_offset=True, n_head=1, n_embd=64)
+    block = GPT(cfg).blocks[0].attn
+    seen: list[Tensor] = []
+    whole = train_gpt2.attend
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
+        seen.append(k)
+        return whole(q, k, v, mask, scale)
+
+    x, rope = torch.randn(1, T, 64, generator=torch.Generator().manual_seed(0)), train_gpt2.rotary_table(T, 64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt2, "attend", spy)
+        block(x, None, rope, None)
+        block.key_offset = False
+        block(x, None, rope, None)
+    shifted, plain = (k[0, :, 0] for k in seen)
+    still = [c for c in range(64) if (rope[1, :, c % 32] == 0).all()]  # no sine at any position: not rotated
+    assert len(still) == 32
+    moving = [c for c in range(64) if c not in still]
+    assert torch.equal(shifted[:, moving], plain[:, moving])
+    assert torch.equal(shifted[1:, still], plain[:-1, still]) and torch.equal(shifted[0], plain[0])
+
+
+def test_masks_are_refused_where_they_cannot_work(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="flex needs compiled blocks and a --seq-len that is a multiple of 128"):
+        parse_args(["speedrun", "--attention", "flex", "--seq-len", "100", "--val-tokens", "1000"])
+    with pytest.raises(UserError, match="cuda-graph does not go with"):
+        parse_args(["speedrun", "--cuda-graph", "--parallel", "fsdp2"])
+    for name in ("flex", "fa3", "fa4"):
+        with pytest.raises(UserError, match=f"--attention {name} needs a CUDA device"):
+            train_gpt2.choose_attention(dataclasses.replace(config(), attention=name), torch.device("cpu"))
+    short = torch.full((1000,), EOT).numpy()
+    with pytest.raises(UserError, match="1000 documents in 1000 tokens; --document-mask needs 64 each"):
+        train_gpt2.check_ids(short, config(document_mask=True))
+
+
+def test_a_masked_run_resumes_exactly_and_says_its_protocol(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split, count in (("train", 3000), ("val", 500)):
+        tokens = text(1, count)
+        tokens[::70] = EOT
+        (folder / f"documents_{split}_000000.bin").write_bytes(shard_bytes(tokens))
+    sizes = {"vocab_size": 50257, "padded_vocab": 50304, "seq_len": 128, "micro_batch": 1, "val_tokens": 384, "value_embeds": 0}
+
+    def train(name: str, **changes: Any) -> list[float]:
+        assert main(flags("speedrun", folder, tmp_path / name, **(sizes | changes))) == Exit.OK
+        return [row["loss"] for row in rows(tmp_path / name, "train")]
+
+    masked = {"window": 20, "document_mask": True, "key_offset": True, "checkpoint_every": 2}
+    whole = train("run", **masked)
+    assert result(tmp_path / "run")["val_protocol"]["document_mask"] is True
+    again = train("run", **masked, resume=4)
+    assert again[-2:] == whole[-2:] and len(again) == 8
+    assert len({tuple(train("plain")), tuple(train("window", window=20)), tuple(whole[:6])}) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "flex", "fa3", "fa4"])
+@pytest.mark.parametrize("documents, window", CASES[:3] + CASES[-2:-1])
+def test_kernels_and_their_gradients_are_attention_pair_by_pair(kernel: str, documents: bool, window: int) -> None:
+    cfg = config(document_mask=documents, window=window, attention=kernel, precision="bf16", n_embd=256)
+    device = torch.device("cuda", 0)
+    try:
+        operator = train_gpt2.choose_attention(cfg, device)
+    except UserError as e:
+        pytest.skip(str(e))
+    model, idx = GPT(cfg).to(device), some_tokens().to(device)
+    model.kernel = "flex" if "flex" in operator else "varlen" if "varlen" in operator else "sdpa"
+    inputs = torch.randn(3, 3, T, 2, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    call = torch.compile(attend, fullgraph=True, dynamic=False)
+    results = []
+    for make in (
+        lambda q, k, v: call(q, k, v, model.attention_mask(idx), 0.12),
+        lambda q, k, v: by_pairs(q, k, v, idx.cpu(), documents, window, 0.12),
+    ):
+        where = device if not results else "cpu"
+        q, k, v = (x.to(where).requires_grad_() for x in inputs)
+        y = make(q, k, v)
+        y.backward(torch.ones_like(y) * torch.linspace(-1, 1, 128, device=where).to(y.dtype))
+        results.append([t.double().cpu() for t in (y, q.grad, k.grad, v.grad)])
+    torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+    for name, got, want in zip(("y", "dq", "dk", "dv"), *results, strict=True):
+        assert (got - want).norm() < 0.01 * want.norm(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_replayed_graph_is_the_same_training(tmp_path: Path, accumulate: int) -> None:
+    folder = write_shards(tmp_path / "data", train=(20_000,), val=(2000,))
+    sizes = {"device": "cuda", "precision": "bf16", "n_embd": 256, "n_head": 2, "seq_len": 128, "val_tokens": 1280}
+    sizes |= {"micro_batch": 2, "batch_tokens": 256 * accumulate, "deterministic": True, "clip": 1.0, "head_precision": "fp8"}
+    seen = []
+    for name, more in (("plain", {}), ("graph", {"cuda_graph": True})):
+        assert main(flags("speedrun", folder, tmp_path / name, **(sizes | more))) == Exit.OK
+        seen.append([row["loss"] for row in rows(tmp_path / name, "train")])
+        seen[-1] += [row["grad_norm"] for row in rows(tmp_path / name, "train")] + [result(tmp_path / name)["val_loss"]]
+    torch.use_deterministic_algorithms(False)
+    assert seen[0] == seen[1]
