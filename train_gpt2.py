@@ -173,7 +173,6 @@ class Config:
     attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex", "fa3", "fa4"] = opt(
         "auto", "SDPA backend, FlexAttention, or an installed FlashAttention-3 or -4; auto: the fastest SDPA backend that works"
     )
-    cuda_graph: bool = opt(False, "forward and backward of a micro-batch replayed as one CUDA graph; one rank")
     parallel: Literal["owner", "ddp", "zero1", "fsdp2", "fsdp3"] = opt(
         "owner", "several ranks. ddp: all replicated. owner: one rank updates each Muon matrix. zero1: AdamW too. fsdp2, fsdp3: "
         "weights sharded as well, by FSDP2 that keeps or frees them between forward and backward"
@@ -204,9 +203,9 @@ class Config:
 
 # Fields that say how or where a run executes, not what it learns.
 EXECUTION_FIELDS = frozenset(
-    "run_dir seed data device compile compile_mode attention cuda_graph parallel ddp_bucket_mb recompute threads "
-    "deterministic comm_timeout micro_batch val_batch checkpoint_every keep resume mirror mtbf_hours spot_mtbf_hours "
-    "on_save_error wandb on_finish on_finish_when max_minutes".split()
+    "run_dir seed data device compile compile_mode attention parallel ddp_bucket_mb recompute threads deterministic "
+    "comm_timeout micro_batch val_batch checkpoint_every keep resume mirror mtbf_hours spot_mtbf_hours on_save_error wandb "
+    "on_finish on_finish_when max_minutes".split()
 )
 
 RECIPES: dict[str, Config] = {
@@ -216,7 +215,7 @@ RECIPES: dict[str, Config] = {
     "speedrun": Config(
         recipe="speedrun", n_head=6, position="rotary", norm="rms", activation="relu2", bias=False, tied_head=False,
         qk_norm=True, zero_init=True, softcap=15.0, attn_scale=0.12, x0_mix=True, value_embeds=3, unet_skip=True,
-        attn_gate=True, smear=True,
+        attn_gate=True, smear=True, key_offset=True,
         optimizer="muon", muon_lr=0.03, muon_momentum_warmup=200, muon_beta2=0.95, muon_wd=0.1,
         lr=0.005, embed_lr=0.3, head_lr=0.005, scalar_lr=0.02, beta1=0.8, beta2=0.95, eps=1e-10, weight_decay=0.0, clip=0.0,
         schedule="linear", warmup_steps=0, warmdown_frac=0.6, final_lr_frac=0.05,
@@ -300,8 +299,6 @@ def check_config(cfg: Config) -> None:
         raise UserError("--head-precision fp8 needs --n-embd and --padded-vocab that are multiples of 16")
     if cfg.attention == "flex" and (cfg.seq_len % FLEX_BLOCK or cfg.compile == "off"):
         raise UserError(f"--attention flex needs compiled blocks and a --seq-len that is a multiple of {FLEX_BLOCK}")
-    if cfg.cuda_graph and (cfg.precision == "fp16" or cfg.parallel.startswith("fsdp")):
-        raise UserError("--cuda-graph does not go with --precision fp16 or with fsdp")
     parse_cadence(cfg.checkpoint_every)
 
 
@@ -2089,7 +2086,6 @@ class Trainer(Progress):
         self.pending: collections.deque[tuple[int, Tensor, Any]] = collections.deque()
         self.mark: Any = None  # when the step before was done
         self.step_ms: list[float] = []
-        self.graphs: list[tuple[torch.cuda.CUDAGraph, Tensor]] = []  # of `capture`, each with its loss
         self.wishes = [False, False, False]  # of all ranks, in the step read last: stop, save, the time is up
 
     # -- small things
@@ -2109,12 +2105,6 @@ class Trainer(Progress):
     def synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize(self.device)
-
-    def peak_memory(self) -> int:
-        """Bytes; a graph's memory stays reserved for it and is not counted as allocated when it is replayed."""
-        if not self.cuda:
-            return 0
-        return (torch.cuda.max_memory_reserved if self.graphs else torch.cuda.max_memory_allocated)(self.device)
 
     def tick(self) -> Any:
         """A point in time: on the device's own clock, an event; else seconds."""
@@ -2207,8 +2197,6 @@ class Trainer(Progress):
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank saves and loads without it
         attention = choose_attention(cfg, device)
-        if cfg.cuda_graph and (not self.cuda or self.world > 1):
-            raise UserError("--cuda-graph needs a CUDA device and one rank")
         compiled = cfg.compile == "on" or (cfg.compile == "auto" and self.cuda)
         if cfg.compile_mode != "default" and not compiled:
             raise UserError(f"--compile-mode {cfg.compile_mode}: nothing is compiled here; add --compile on")
@@ -2313,39 +2301,10 @@ class Trainer(Progress):
         self.synchronize()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        if cfg.cuda_graph:
-            self.capture()
         self.compile_s = time.perf_counter() - began
-
-    def capture(self) -> None:
-        """Records forward and backward of a micro-batch: once where gradients are set, once where they are added to.
-
-        What lies between two kernels of a replayed graph is shorter: {gain}.
-        """
-        self.static_xy = torch.zeros(2, self.cfg.micro_batch, self.cfg.seq_len, dtype=torch.int64, device=self.device)
-        for _ in range(min(self.accum, 2)):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.graphs[0][0].pool() if self.graphs else None):
-                loss = self.backward(self.static_xy[0], self.static_xy[1], last=True)
-            self.graphs.append((graph, loss))
-            self.static_grads = {name: self.optimizer.grad(name) for name in self.optimizer.params}
-        self.optimizer.zero_grad()
-
-    def replay(self, x: Tensor, y: Tensor) -> Tensor:
-        """`backward` by the recorded graphs."""
-        for static, tokens in zip(self.static_xy, (x, y)):
-            static.copy_(tokens)
-        first = not any(p.grad is not None for p in self.optimizer.params.values())
-        graph, loss = self.graphs[0 if first else -1]
-        graph.replay()
-        for name, p in self.optimizer.params.items():
-            p.grad = self.static_grads[name]
-        return loss
 
     def backward(self, x: Tensor, y: Tensor, last: bool) -> Tensor:
         """Forward and backward of one micro-batch; gradients of the step's mean loss add up. Returns the summed nats."""
-        if self.graphs and not torch.cuda.is_current_stream_capturing():
-            return self.replay(x, y)
         self.optimizer.sync = last
         ddp = isinstance(self.ddp, nn.parallel.DistributedDataParallel)
         # Set before the forward: DDP decides there whether the backward will reduce.
@@ -2458,7 +2417,8 @@ class Trainer(Progress):
             tokens = self.val_stream.slice(0, min(cfg.seq_len, 1024))
             idx_BT = torch.from_numpy(tokens.astype(np.int64)).unsqueeze(0).to(self.device)
             kernel, self.model.kernel = self.model.kernel, "sdpa"
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"), LargestLogit() as attention:
+            math_only = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), math_only, LargestLogit() as attention:
                 self.model.hidden(idx_BT)
             self.model.kernel = kernel
             row["max_attention_logit"] = attention.value
@@ -2551,7 +2511,7 @@ class Trainer(Progress):
                 "kind": "train", "step": step, "tokens": step * cfg.batch_tokens, "loss": loss,
                 "lr": (cfg.muon_lr if cfg.optimizer == "muon" else cfg.lr) * learning_rate_factor(cfg, step - 1),
                 "grad_norm": norm, "step_ms": elapsed * 1000, "tokens_per_s": rate, "mfu": mfu,
-                "peak_mem_bytes": self.peak_memory(), "train_s": self.train_s,
+                "peak_mem_bytes": torch.cuda.max_memory_allocated(self.device) if self.cuda else 0, "train_s": self.train_s,
                 "epoch": (step * cfg.batch_tokens - 1) // len(self.train_stream),
             }  # fmt: skip
             if self.save_ms:  # of the save before this step, not part of its step_ms

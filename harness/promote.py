@@ -60,6 +60,7 @@ class Candidate:
 EXACT = "the same operations in the same order: bit for bit"
 ORDER = "the same sums in another order; bf16 training carries such differences to some thousandths of a nat"
 FP8 = "0.25% of the loss, what DeepSeek-V3 reported for fp8 against bf16 (arXiv 2412.19437), is 0.009 at 3.7 nats"
+MODEL = "another model: no worse than the control by more than two runs of one recipe differ"
 CURVE = "another update rule: no worse than the control by more than two runs of one recipe differ"
 
 
@@ -75,6 +76,9 @@ CANDIDATES: dict[str, Candidate] = {
     c.name: c
     for c in (
         _c("cudnn-attention", "--attention cudnn", "throughput", "compute", 0.01, ORDER, "--attention flash"),
+        _c("fa4-attention", "--attention fa4", "throughput", "compute", 0.01, ORDER, "--attention cudnn"),
+        _c("flex-attention", "--attention flex", "throughput", "compute", 0.01, ORDER, "--attention cudnn"),
+        _c("key-offset", "--key-offset true", "time_to_loss", "", 0.01, MODEL, "--key-offset false"),
         _c("compile", "--compile on", "throughput", "memory launch", 0.01, ORDER, "--compile off"),
         _c(
             "max-autotune", "--compile on --compile-mode max-autotune-no-cudagraphs", "throughput", "compute memory", 0.01, ORDER,

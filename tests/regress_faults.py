@@ -69,8 +69,8 @@ FAULTS = {
     ),
     "next-token": Fault(
         "attention sees the next token",
-        old="is_causal=True, scale=self.scale\n",
-        new="attn_mask=torch.ones(T, T, dtype=torch.bool).tril(1), scale=self.scale\n",
+        old="attn_mask=mask, is_causal=mask is None, scale=scale)",
+        new="attn_mask=torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril(1), scale=scale)",
     ),
     "val-is-train": Fault("val shard equal to a train shard", val_is_train=True),
 }

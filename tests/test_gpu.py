@@ -247,7 +247,7 @@ def test_a_checkpoint_is_the_state_of_its_step(data: Path, tmp_path: Path, monke
     first = losses(tmp_path / "run")
     assert main([*argv, "--resume", "6"]) == Exit.OK
     torch.use_deterministic_algorithms(False)
-    assert len(first) == 9 and losses(tmp_path / "run") == first
+    assert len(first) == 9 and losses(tmp_path / "run")[9:] == first[6:]
 
 
 def test_a_bad_gradient_ends_with_code_3_and_the_weights_before_it(data: Path, tmp_path: Path) -> None:
