@@ -1684,7 +1684,7 @@ class Checkpoints:
             self.buffers[key] = shard_like(part, t)
 
     def save(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """Starts a save of this rank's tensors and of `meta` (JSON, rank 0's)."""
+        """Starts a save of this rank's tensors and of `meta` (JSON, rank 0's), when none is in flight."""
         self.wait()
         if not self.buffers:
             self.stage(tensors)
@@ -2077,7 +2077,7 @@ class Trainer(Progress):
             cfg = dataclasses.replace(cfg, resume="auto")
         self.cfg = cfg
         self.stop_signal = 0
-        self.compile_s = self.restore_s = self.save_ms = self.last_save_ms = 0.0
+        self.compile_s = self.restore_s = self.save_ms = self.save_wait_ms = self.last_save_ms = 0.0
         self.startup_s: float | None = None
         self.created = False  # whether this process made the run directory
         self.lock: Any = None
@@ -2389,11 +2389,14 @@ class Trainer(Progress):
             write_atomic(folder / "latest", self.resume_from.name + "\n")
 
     def save(self) -> None:
+        asked = time.perf_counter()
+        self.checkpoints.wait()  # one save at a time: that of the one before is no cost of this one
         began = time.perf_counter()
         self.checkpoints.save(self.share(), self.meta())
-        stall = time.perf_counter() - began
-        self.stall_s += stall
-        self.save_ms = self.last_save_ms = stall * 1000
+        done = time.perf_counter()
+        self.stall_s += done - asked
+        self.save_wait_ms, self.save_ms = (began - asked) * 1000, (done - began) * 1000
+        self.last_save_ms = self.save_ms
 
     def on_signal(self, number: int, frame: Any) -> None:
         if self.stop_signal and number == signal.SIGINT:
@@ -2515,7 +2518,8 @@ class Trainer(Progress):
                 "epoch": (step * cfg.batch_tokens - 1) // len(self.train_stream),
             }  # fmt: skip
             if self.save_ms:  # of the save before this step, not part of its step_ms
-                row["save_ms"], self.save_ms = self.save_ms, 0.0
+                row |= {"save_ms": self.save_ms, "save_wait_ms": self.save_wait_ms}
+                self.save_ms = 0.0
             self.step_ms.append(elapsed * 1000)
             self.log(row)
             if self.main:

@@ -183,7 +183,8 @@ def bench(run_dir: Path, args: argparse.Namespace) -> int:
 
 
 def stalls(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What each save cost, from the train rows: the time blocked, and how much longer the step after it took.
+    """What each save cost, from the train rows: the time blocked, and how much longer than usual the longest of the next
+    five steps took; beside it, all five together, and what was spent waiting for the save before, if saves come too fast.
 
     The usual step is the median of those with no save in the five steps before them; the first tenth is left out.
     """
@@ -191,9 +192,10 @@ def stalls(rows: list[dict[str, Any]]) -> dict[str, Any]:
     saves = [i for i, row in enumerate(rows) if "save_ms" in row]
     near = {j for i in saves for j in range(i, i + 5)}
     usual = statistics.median(row["step_ms"] for i, row in enumerate(rows) if i not in near)
-    cost = [rows[i]["save_ms"] + rows[i]["step_ms"] - usual for i in saves]
+    cost = [rows[i]["save_ms"] + max(r["step_ms"] for r in rows[i : i + 5]) - usual for i in saves]
     wide = [rows[i]["save_ms"] + sum(r["step_ms"] - usual for r in rows[i : i + 5]) for i in saves]
     return {
         "stalls": len(cost), "median_step_ms": usual, "median_stall_ms": statistics.median(cost), "max_stall_ms": max(cost),
         "median_stall_in_steps": statistics.median(cost) / usual, "median_stall_5_steps_ms": statistics.median(wide),
+        "median_wait_ms": statistics.median(rows[i].get("save_wait_ms", 0.0) for i in saves),
     }  # fmt: skip

@@ -623,10 +623,12 @@ def measured(paths: Sequence[Path], recovery: dict[str, Any] | None, price: floa
 
 
 def first_stall(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Milliseconds that the first save cost: blocked, and by the slower step after it. Later ones may wait for the one before."""
-    after = next((row for row in rows if row.get("save_ms")), None)
-    usual = statistics.median(row["step_ms"] for row in rows) if rows else 0.0
-    return after["save_ms"] + max(0.0, after["step_ms"] - usual) if after else None
+    """Milliseconds that the first save cost: blocked, and by the longest of the five steps after it."""
+    at = next((i for i, row in enumerate(rows) if row.get("save_ms")), None)
+    if at is None:
+        return None
+    usual = statistics.median(row["step_ms"] for row in rows)
+    return rows[at]["save_ms"] + max(0.0, max(row["step_ms"] for row in rows[at : at + 5]) - usual)
 
 
 def break_even(control: dict[str, Any], candidate: dict[str, Any]) -> float | None:

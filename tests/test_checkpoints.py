@@ -547,10 +547,11 @@ def test_stalls_are_counted_against_the_usual_step() -> None:
 
     rows = [{"kind": "train", "step": i, "step_ms": 100.0} for i in range(1, 101)]
     for step, blocked, longer in ((30, 5.0, 40.0), (60, 7.0, 20.0), (90, 6.0, 60.0)):
-        rows[step]["save_ms"] = blocked
-        rows[step]["step_ms"] += longer
-        rows[step + 2]["step_ms"] += 10
+        rows[step] |= {"save_ms": blocked, "save_wait_ms": 3.0}
+        rows[step]["step_ms"] += 10
+        rows[step + 2]["step_ms"] += longer
     report = stalls(rows)
+    assert report["median_wait_ms"] == 3
     assert report["stalls"] == 3 and report["median_step_ms"] == 100
     assert report["median_stall_ms"] == 45 and report["max_stall_ms"] == 66
     assert report["median_stall_5_steps_ms"] == 55
