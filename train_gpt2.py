@@ -167,7 +167,9 @@ class Config:
     # Execution.
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "auto: cuda where there is one")
     precision: Precision = opt("bf16", "arithmetic of the forward and backward; weights and sums stay fp32")
-    head_precision: Literal["same", "fp8"] = opt("same", "forward product of the head in training; fp8 needs capability 8.9")
+    head_precision: Literal["same", "fp8", "fp8-rows"] = opt(
+        "same", "forward product of the head in training. fp8 (capability 8.9): one scale a tensor, or one a token and id"
+    )
     compile: Toggle = opt("auto", "torch.compile the blocks; auto: on for CUDA (measured not to pay on CPU)")
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = opt("default", "torch.compile mode; autotuning is slow")
     attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex", "fa3", "fa4"] = opt(
@@ -295,8 +297,8 @@ def check_config(cfg: Config) -> None:
         raise UserError(f"--value-embeds {cfg.value_embeds} needs {2 * cfg.value_embeds} blocks; --n-layer is {cfg.n_layer}")
     if cfg.reduce_precision == "bf16" and cfg.parallel == "ddp":
         raise UserError("--reduce-precision bf16 goes with --parallel owner, zero1, fsdp2 or fsdp3, not with ddp")
-    if cfg.head_precision == "fp8" and (cfg.n_embd % 16 or cfg.padded_vocab % 16):
-        raise UserError("--head-precision fp8 needs --n-embd and --padded-vocab that are multiples of 16")
+    if cfg.head_precision != "same" and (cfg.n_embd % 16 or cfg.padded_vocab % 16):
+        raise UserError(f"--head-precision {cfg.head_precision} needs --n-embd and --padded-vocab that are multiples of 16")
     if cfg.attention == "flex" and (cfg.seq_len % FLEX_BLOCK or cfg.compile == "off"):
         raise UserError(f"--attention flex needs compiled blocks and a --seq-len that is a multiple of {FLEX_BLOCK}")
     parse_cadence(cfg.checkpoint_every)
@@ -778,8 +780,8 @@ class GPT(nn.Module):
     def forward(self, idx_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Sum of the token losses in nats (scalar fp32): the training path."""
         x_NC = self.hidden(idx_BT).flatten(0, 1)
-        fp8 = self.cfg.head_precision == "fp8"
-        return HeadLoss.apply(x_NC, self.head_weight, targets_BT.flatten(), self.cfg.vocab_size, self.cfg.softcap, fp8)
+        cfg, targets_N = self.cfg, targets_BT.flatten()
+        return HeadLoss.apply(x_NC, self.head_weight, targets_N, cfg.vocab_size, cfg.softcap, cfg.head_precision)
 
     @torch.no_grad()
     def nll(self, idx_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -927,33 +929,38 @@ def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
     return (a @ b).float()
 
 
-def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x in float8_e4m3fn and the scale of the whole tensor: x is about x8 * scale."""
-    scale = (x.abs().amax().float().clamp_min(1e-12) / 448.0).to(x.dtype)
-    return (x / scale).to(torch.float8_e4m3fn), scale.float()
+def to_fp8(x: Tensor, by_row: bool) -> tuple[Tensor, Tensor]:
+    """x (R, C) in float8_e4m3fn and the scale, of the whole () or of each row (R, 1): x is about x8 * scale."""
+    largest = x.abs().amax(1, keepdim=True) if by_row else x.abs().amax()
+    scale = (largest.float().clamp_min(1e-12) / 448.0).to(x.dtype)
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale.float()
 
 
 class HeadLoss(torch.autograd.Function):
     """Sum of cross entropies of softcap(x @ W.T): (N, C), (V, C) -> scalar. Gradients are made in the forward pass.
 
-    With fp8 the logits are an fp8 product (e4m3, one scale a tensor). The backward stays in bf16: fp8 gradients were measured
-    to save nothing once their extra copies are paid for.
+    With fp8 the logits are an fp8 product (e4m3, one scale a tensor or, "fp8-rows", a row). The backward stays in bf16: fp8
+    gradients were measured to save nothing once their extra copies are paid for.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab: int, cap: float, fp8: bool) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab: int, cap: float, precision: str
+    ) -> Tensor:  # fmt: skip
         w = w_VC.to(x_NC.dtype)
         grad = any(ctx.needs_input_grad[:2])
         loss = torch.zeros((), dtype=torch.float32, device=x_NC.device)
         dx = torch.empty_like(x_NC) if grad else None
         dw: Tensor | None = None
         step = HEAD_CHUNK[x_NC.device.type]
+        fp8, by_row = precision != "same", precision == "fp8-rows"
         if fp8:
-            (x8, x_scale), (w8, w_scale) = to_fp8(x_NC), to_fp8(w)
+            (x8, x_scale), (w8, w_scale) = to_fp8(x_NC, by_row), to_fp8(w, by_row)
         for start in range(0, len(x_NC), step):
             x = x_NC[start : start + step]
             if fp8:
-                z = torch._scaled_mm(x8[start : start + step], w8.T, x_scale, w_scale, out_dtype=x.dtype, use_fast_accum=True)
+                scales = (x_scale[start : start + step], w_scale.T) if by_row else (x_scale, w_scale)
+                z = torch._scaled_mm(x8[start : start + step], w8.T, *scales, out_dtype=x.dtype, use_fast_accum=True)
             else:
                 z = x @ w.T
             loss += cross_entropy_(z, targets_N[start : start + step], vocab, cap, grad).sum()
@@ -2058,7 +2065,7 @@ class Trainer(Progress):
         self.rank, self.world, self.device = setup_distributed(cfg)
         self.main, self.cuda = self.rank == 0, self.device.type == "cuda"
         has_fp8 = self.cuda and torch.cuda.get_device_capability(self.device) >= (8, 9)
-        if cfg.head_precision == "fp8" and (not has_fp8 or cfg.precision != "bf16"):
+        if cfg.head_precision != "same" and (not has_fp8 or cfg.precision != "bf16"):
             cfg = dataclasses.replace(cfg, head_precision="same")
             self.say("the head runs in the precision of the rest: fp8 needs bf16 and a device that has it")
         self.accum = grad_accum_steps(cfg, self.world)

@@ -87,6 +87,7 @@ CANDIDATES: dict[str, Candidate] = {
         # 0.0018: three times GPT-2's rate, the best of those tried for AdamW in short runs.
         _c("muon", "--optimizer muon", "time_to_loss", "", 0.01, CURVE, "--optimizer adamw --lr 0.0018 --beta1 0.9"),
         _c("fp8-head", "--head-precision fp8", "throughput", "compute", 0.01, FP8, "--head-precision same"),
+        _c("fp8-rows-head", "--head-precision fp8-rows", "throughput", "compute", 0.01, FP8, "--head-precision same"),
         _c("selective-recompute", "--recompute selective", "throughput", "capacity", 0.01, ORDER, "--recompute off"),
         _c("block-recompute", "--recompute block", "throughput", "capacity", 0.01, ORDER, "--recompute off"),
         _c("fsdp2", "--parallel fsdp2", "throughput", "capacity", 0.01, ORDER),

@@ -32,6 +32,7 @@ SIZES = {
     "val_tokens": 1024, "max_steps": 12, "val_every": 0, "device": "cuda", "precision": "bf16", "compile": "off", "epochs": 9,
 }  # fmt: skip
 FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+NEEDS_FP8 = pytest.mark.skipif(not FP8, reason="no fp8")
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +89,9 @@ def test_cross_entropy_kernel_equals_float64(dtype: torch.dtype, cap: float) -> 
     assert not kept[:, 50257:].any() and not kept[targets < 0].any() and not got[targets < 0].any()
 
 
-@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.skipif(not FP8, reason="no fp8"))])
+@pytest.mark.parametrize("precision", ["same", *(pytest.param(p, marks=NEEDS_FP8) for p in ("fp8", "fp8-rows"))])
 @pytest.mark.parametrize("cap", [0.0, 15.0])
-def test_head_loss_on_the_device_equals_float64(cap: float, fp8: bool) -> None:
+def test_head_loss_on_the_device_equals_float64(cap: float, precision: str) -> None:
     """bf16: 8 bits of mantissa. fp8: 3 bits for inputs and 2 for gradients, so directions and norms only."""
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(512, 128, device="cuda", generator=generator).bfloat16()
@@ -102,8 +103,9 @@ def test_head_loss_on_the_device_equals_float64(cap: float, fp8: bool) -> None:
     want = F.cross_entropy(cap * torch.tanh(z / cap) if cap else z, targets, ignore_index=-1, reduction="sum")
     dx, dw = torch.autograd.grad(want, (x64, w64))
     xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
-    loss = HeadLoss.apply(xs, ws, targets, 50257, cap, fp8)
+    loss = HeadLoss.apply(xs, ws, targets, 50257, cap, precision)
     loss.backward()
+    fp8 = precision != "same"
     assert loss.item() == pytest.approx(want.item(), rel=1e-2 if fp8 else 1e-3)
     for got, exact in ((xs.grad, dx), (ws.grad, dw)):
         assert got is not None
@@ -222,12 +224,13 @@ def test_compiled_blocks_give_the_same_curve_and_compile_only_before_training(da
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=2e-2)
 
 
-@pytest.mark.skipif(not FP8, reason="no fp8")
+@NEEDS_FP8
 def test_the_fp8_head_follows_the_bf16_one(data: Path, tmp_path: Path) -> None:
-    for head in ("same", "fp8"):
+    for head in ("same", "fp8", "fp8-rows"):
         assert main(command("speedrun", data, tmp_path / head, head_precision=head)) == Exit.OK
-    assert losses(tmp_path / "fp8") == pytest.approx(losses(tmp_path / "same"), rel=5e-2)
-    assert losses(tmp_path / "fp8") != losses(tmp_path / "same")
+    same, by_tensor, by_row = (losses(tmp_path / head) for head in ("same", "fp8", "fp8-rows"))
+    assert by_tensor == pytest.approx(same, rel=5e-2) and by_row == pytest.approx(same, rel=5e-2)
+    assert same != by_tensor != by_row != same
 
 
 def test_deterministic_runs_are_bit_equal(data: Path, tmp_path: Path) -> None:

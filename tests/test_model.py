@@ -340,7 +340,7 @@ def test_head_loss_equals_float64_cross_entropy(cap: float, precision: str) -> N
     x16 = x.to(dtype)
     nll, dx, dw, z = reference(x16.float(), w.to(dtype).float(), targets, cap)
     xs, ws = x16.clone().requires_grad_(), w.clone().requires_grad_()
-    loss = HeadLoss.apply(xs, ws, targets, 200, cap, False)
+    loss = HeadLoss.apply(xs, ws, targets, 200, cap, "same")
     assert loss.dtype == torch.float32 and loss.shape == ()
     (0.25 * loss).backward()
     assert xs.grad.dtype == dtype and ws.grad.dtype == torch.float32  # type: ignore[union-attr]
@@ -356,6 +356,31 @@ def test_head_loss_equals_float64_cross_entropy(cap: float, precision: str) -> N
     assert not got[targets < 0].any() and not xs.grad[targets < 0].any() and not ws.grad[200:].any()  # type: ignore[index]
 
 
+def test_fp8_logits_by_tensor_and_by_row() -> None:
+    """e4m3 keeps 3 bits of mantissa down to 2^-6: with a token and an id 1e5 times as large as the rest, one scale for the
+    tensor (largest 448) leaves the rest below that; a scale a row keeps every product within 2^-4."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(300, 64, generator=generator).bfloat16(), torch.randn(208, 64, generator=generator).bfloat16() / 8
+    x[7], w[5] = x[7] * 1e5, w[5] * 1e5
+    targets = torch.randint(200, (300,), generator=generator)
+    rest_x, rest_w = torch.arange(300) != 7, torch.arange(208) != 5
+    z = x.double() @ w.double().T
+    off = {}
+    for by_row in (False, True):
+        (x8, sx), (w8, sw) = (train_gpt2.to_fp8(t, by_row) for t in (x, w))
+        assert sx.shape == ((300, 1) if by_row else ()) and x8.float().isfinite().all()
+        z8 = (x8.double() * sx) @ (w8.double() * sw).T
+        rest = rest_x[:, None] & rest_w
+        off[by_row] = ((z8 - z)[rest].norm() / z[rest].norm()).item()
+    assert off[True] < 2**-4 < off[False]
+    want = F.cross_entropy(15 * torch.tanh(z[:, :200] / 15), targets, reduction="sum").item()
+    xs, ws = x.clone().requires_grad_(), w.float().requires_grad_()
+    loss = HeadLoss.apply(xs, ws, targets, 200, 15.0, "fp8-rows")
+    loss.backward()
+    assert loss.item() == pytest.approx(want, rel=5e-3) and xs.grad is not None and ws.grad is not None
+    assert abs(HeadLoss.apply(x, w.float(), targets, 200, 15.0, "fp8").item() - want) > 5 * abs(loss.item() - want)
+
+
 def test_extreme_logits_stay_finite() -> None:
     x = torch.full((2, 4), 100.0)
     w = torch.zeros(8, 4)
@@ -369,11 +394,11 @@ def test_extreme_logits_stay_finite() -> None:
 def test_a_constant_factor_passes_through_and_no_gradient_is_made_without_need() -> None:
     x, w, targets = loss_case(15.0, n=64)
     with torch.no_grad():
-        plain = HeadLoss.apply(x, w, targets, 200, 15.0, False)
+        plain = HeadLoss.apply(x, w, targets, 200, 15.0, "same")
     grads = []
     for factor in (1.0, 3.0):
         xs = x.clone().requires_grad_()
-        loss = HeadLoss.apply(xs, w, targets, 200, 15.0, False)
+        loss = HeadLoss.apply(xs, w, targets, 200, 15.0, "same")
         assert torch.equal(loss, plain)
         (factor * loss).backward()
         grads.append(xs.grad)
