@@ -115,7 +115,7 @@ def measure(
     rank, ranks = world()
     count = len(tokens_N1) - 1
     segments = windows(count, seq_len, stride)
-    if document_mask:
+    if document_mask and not net.cfg.document_mask:  # a model that was trained with a mask has its own
         segments = split_documents(segments, tokens_N1[:-1])
     batch_tokens = batch_tokens or (32_768 if device.type == "cuda" else 4_096)
     blocks = min(BLOCKS, count)
@@ -260,7 +260,7 @@ def make_plan(model: Model, args: argparse.Namespace) -> Plan:
         "data": hashlib.sha256(tokens_N1.tobytes()).hexdigest(),
         "tokens": count,
         "seq_len": seq_len,
-        "document_mask": args.document_mask,
+        "document_mask": args.document_mask or cfg.document_mask,
         "dtype": dtype,
     }
     if stride != seq_len:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import train_gpt2
+from eval.__main__ import main as evaluate
 from tests.train_support import flags, result, rows, shard_bytes, text
 from train_gpt2 import EOT, GPT, RECIPES, Config, Exit, UserError, attend, main, parse_args
 
@@ -169,7 +170,9 @@ def test_masks_are_refused_where_they_cannot_work(tmp_path: Path) -> None:
         train_gpt2.check_ids(short, config(document_mask=True))
 
 
-def test_a_masked_run_resumes_exactly_and_says_its_protocol(tmp_path: Path) -> None:
+def test_a_masked_run_resumes_exactly_and_is_measured_again_by_its_own_protocol(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for split, count in (("train", 3000), ("val", 500)):
@@ -185,6 +188,9 @@ def test_a_masked_run_resumes_exactly_and_says_its_protocol(tmp_path: Path) -> N
     masked = {"window": 20, "document_mask": True, "key_offset": True, "checkpoint_every": 2}
     whole = train("run", **masked)
     assert result(tmp_path / "run")["val_protocol"]["document_mask"] is True
+    capsys.readouterr()
+    assert evaluate(["val", str(tmp_path / "run"), "--device", "cpu"]) == 0
+    assert "equal to the run's own" in (said := capsys.readouterr().out) and "document_mask=True" in said
     again = train("run", **masked, resume=4)
     assert again[-2:] == whole[-2:] and len(again) == 8
     assert len({tuple(train("plain")), tuple(train("window", window=20)), tuple(whole[:6])}) == 3
