@@ -133,7 +133,9 @@ class Config:
     attn_gate: bool = opt(False, "each head's output is gated by a sigmoid of the first 12 channels")
     smear: bool = opt(False, "each embedding takes in a gated part of the one before it")
     key_offset: bool = opt(False, "key channels without position are those of the token before")
-    document_mask: bool = opt(False, "attention stays within a document, which starts at <|endoftext|>")
+    document_mask: bool = opt(
+        False, "attention stays within a document, which starts at <|endoftext|>; smear and key offset still reach one token back"
+    )
     window: int = opt(0, "tokens that attention sees, its own and those before; 0: the whole context")
     # Optimizer.
     optimizer: Literal["adamw", "muon"] = opt("adamw", "muon: Muon for matrices inside blocks, AdamW for the rest")
@@ -299,6 +301,10 @@ def check_config(cfg: Config) -> None:
         raise UserError("--reduce-precision bf16 goes with --parallel owner, zero1, fsdp2 or fsdp3, not with ddp")
     if cfg.head_precision != "same" and (cfg.n_embd % 16 or cfg.padded_vocab % 16):
         raise UserError(f"--head-precision {cfg.head_precision} needs --n-embd and --padded-vocab that are multiples of 16")
+    if cfg.key_offset and cfg.position != "rotary":
+        raise UserError(f"--key-offset needs --position rotary: with {cfg.position} no channel is free of position")
+    if cfg.document_mask and cfg.vocab_size <= EOT:
+        raise UserError(f"--document-mask needs a --vocab-size above {EOT}, the id that starts a document")
     if cfg.attention == "flex" and (cfg.seq_len % FLEX_BLOCK or cfg.compile == "off"):
         raise UserError(f"--attention flex needs compiled blocks and a --seq-len that is a multiple of {FLEX_BLOCK}")
     parse_cadence(cfg.checkpoint_every)
@@ -421,14 +427,15 @@ def data_fingerprint(folder: str | Path) -> str:
     return "unmanifested:" + digest.hexdigest()
 
 
-MIN_DOCUMENT = 64  # mean tokens of the documents of a micro-batch, at least: the varlen kernels need a bound on their number
-FLEX_BLOCK = 128  # positions of a block of FlexAttention's mask
+def most_documents(stream: TokenStream, span: int, total: int) -> int:
+    """A bound on how many documents start in any `span` tokens in a row of the first `total`, which may wrap."""
+    total = min(total, len(stream))
+    counts = [int((stream.slice(at, span) == EOT).sum()) for at in range(0, total, span)]
+    return max(a + b for a, b in zip(counts, counts[1:] + counts[:1]))
 
 
 def check_ids(tokens: np.ndarray, cfg: Config) -> np.ndarray:
     """The tokens, if the vocabulary has them all; an id beyond it would end in a crash of the device. Raises UserError."""
-    if cfg.document_mask and (count := np.count_nonzero(tokens == EOT)) > max(1, len(tokens) // MIN_DOCUMENT):
-        raise UserError(f"{cfg.data}: {count} documents in {len(tokens)} tokens; --document-mask needs {MIN_DOCUMENT} each")
     if tokens.max() >= cfg.vocab_size:
         raise UserError(
             f"{cfg.data}: token id {tokens.max()} is not below --vocab-size {cfg.vocab_size}; check it by `python -m data verify`"
@@ -515,6 +522,9 @@ def rotate(x_BTHD: Tensor, rope: Tensor) -> Tensor:
     return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
 
 
+FLEX_BLOCK = 128  # positions of a block of FlexAttention's mask
+
+
 class Varlen(NamedTuple):
     """A mask for the varlen kernels: the rows of a micro-batch are laid end to end and cut where documents start."""
 
@@ -549,7 +559,7 @@ def flex_mask(doc_BT: Tensor, window: int) -> Any:
 
 
 def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Any, scale: float) -> Tensor:
-    """Causal attention, (B, T, H, D). mask decides the kernel: None or (B, 1, T, T) bool for SDPA, a Varlen, a BlockMask."""
+    """Causal attention, (B, T, H, D). mask decides the kernel: None, (T, T) or (B, 1, T, T) bool; a Varlen; a BlockMask."""
     if isinstance(mask, Varlen):
         from torch.nn.attention.varlen import varlen_attn
 
@@ -618,9 +628,7 @@ class Block(nn.Module):
         self.x0_mix = nn.Parameter(torch.tensor([1.0, 0.0])) if cfg.x0_mix else None
         self.skip_weight = nn.Parameter(torch.tensor(1.0)) if skip else None
 
-    def forward(
-        self, x: Tensor, x0: Tensor, skip: Tensor | None, ve: Tensor | None, rope: Tensor, mask: Any = None
-    ) -> Tensor:  # fmt: skip
+    def forward(self, x: Tensor, x0: Tensor, skip: Tensor | None, ve: Tensor | None, rope: Tensor, mask: Any) -> Tensor:
         if self.skip_weight is not None:
             assert skip is not None
             x = x + self.skip_weight * skip
@@ -704,6 +712,7 @@ class GPT(nn.Module):
         rope = rotary_table(cfg.seq_len, cfg.n_embd // cfg.n_head) if cfg.position == "rotary" else torch.empty(0)
         self.register_buffer("rope", rope, persistent=False)
         self.kernel: Literal["sdpa", "varlen", "flex"] = "sdpa"  # of attention
+        self.most_documents: int | None = None  # in a batch, for the varlen kernels; None: they are counted
         self.one_graph = False  # validate with the graphs of training: a forward without gradients would be compiled apart
         self._init_weights()
 
@@ -734,23 +743,25 @@ class GPT(nn.Module):
         return self.wte.weight if self.head is None else self.head.weight
 
     def attention_mask(self, idx_BT: Tensor) -> Any:
-        """What `attend` takes for these tokens. None of the forms waits for the device."""
+        """What `attend` takes for these tokens. Training waits for the device in none of the forms."""
         cfg, (B, T) = self.cfg, idx_BT.shape
+        kernel = "sdpa" if self.kernel == "varlen" and self.dtype == torch.float32 else self.kernel  # it has no fp32
         window = min(cfg.window or T, T)
-        if self.kernel == "sdpa" and window == T and not cfg.document_mask:
+        if kernel == "sdpa" and window == T and not cfg.document_mask:
             return None
         starts_BT = (idx_BT == EOT) & cfg.document_mask
-        if self.kernel == "varlen":
+        if kernel == "varlen":
+            most = int(starts_BT.sum()) if self.most_documents is None else self.most_documents
             starts_BT[:, 0] = True
-            room = B + (B * T // MIN_DOCUMENT if cfg.document_mask else 0)
-            bounds = starts_BT.flatten().nonzero_static(size=room + 1, fill_value=B * T)
+            bounds = starts_BT.flatten().nonzero_static(size=most + B + 1, fill_value=B * T)
             return Varlen(bounds.flatten().int(), T, window)
         doc_BT = starts_BT.cumsum(1)
-        if self.kernel == "flex":
+        if kernel == "flex":
             return flex_mask(doc_BT, window)
         at = torch.arange(T, device=idx_BT.device)
         ago_TT = at[:, None] - at
-        return ((ago_TT >= 0) & (ago_TT < window) & (doc_BT[:, :, None] == doc_BT[:, None, :])).unsqueeze(1)
+        mask_TT = (ago_TT >= 0) & (ago_TT < window)
+        return (mask_TT & (doc_BT[:, :, None] == doc_BT[:, None, :])).unsqueeze(1) if cfg.document_mask else mask_TT
 
     def hidden(self, idx_BT: Tensor) -> Tensor:
         """(B, T) token ids to the final normed residual stream (B, T, C) in the compute type."""
@@ -813,7 +824,7 @@ def parameter_count(cfg: Config) -> dict[str, int]:
 def flops_per_token(cfg: Config) -> int:
     """Training FLOPs per token: 6*N_matmul + 12*L*C*T (Chowdhery et al. 2022, appendix B), no causal discount.
 
-    T is at most the window. A document mask takes off as much again, by the text, which is not counted.
+    T is at most the window. A document mask leaves out more, by the text, so that such runs state no MFU (`peak_flops`).
     """
     return 6 * parameter_count(cfg)["matmul"] + 12 * cfg.n_layer * cfg.n_embd * min(cfg.seq_len, cfg.window or cfg.seq_len)
 
@@ -1344,6 +1355,8 @@ def load_run(run_dir: str | Path, device: str | torch.device = "cpu") -> tuple[G
         model.load_state_dict(load_file(path))
     except (SafetensorError, RuntimeError) as e:
         raise UserError(f"{path} does not fit its config: {str(e).splitlines()[0]}") from None
+    if torch.device(device).type == "cuda" and (cfg.document_mask or 0 < cfg.window < cfg.seq_len):
+        model.kernel = "varlen"  # a (T, T) mask would not fit for long rows
     return model.to(device).eval(), cfg
 
 
@@ -1396,8 +1409,8 @@ PEAK_BF16: dict[str, float] = {
 
 
 def peak_flops(device: torch.device, cfg: Config) -> float | None:
-    """Peak FLOP/s for the MFU, or None where it is not known or the arithmetic is not 16-bit."""
-    if device.type != "cuda" or cfg.precision == "fp32":
+    """Peak FLOP/s for the MFU, or None where it is not known, the arithmetic is not 16-bit, or the FLOPs depend on the text."""
+    if device.type != "cuda" or cfg.precision == "fp32" or cfg.document_mask:
         return None
     name = torch.cuda.get_device_name(device)
     if {"MIG", "Ti", "Laptop", "SUPER", "D", "Max"} & set(re.split(r"[\s-]+", name)):  # a slice, or a chip of a like name
@@ -1434,19 +1447,21 @@ def activate_flash_attention(version: Literal["fa3", "fa4"]) -> None:
     attention.activate_flash_attention_impl(version.upper())
 
 
-def choose_attention(cfg: Config, device: torch.device) -> str:
-    """Sets the attention backend by trying it, forward and backward, on a small call; returns the operator that really ran.
+def choose_attention(cfg: Config, device: torch.device) -> tuple[str, Literal["sdpa", "varlen", "flex"]]:
+    """Sets the attention backend by trying it, forward and backward, on a small call; returns the operator that really ran, and
+    the kernel for GPT.
 
     auto on CUDA: cuDNN first from compute capability 9.0 (measured on an H200: 1.9 times FlashAttention-2 at T=1024),
     else FlashAttention-2, memory-efficient, math. Deterministic runs leave cuDNN out. With a document mask or a window
     FlashAttention takes its varlen form; cuDNN, memory-efficient and math take a (T, T) mask. Raises UserError.
     """
-    masked = cfg.document_mask or bool(cfg.window)
-    order = ["flash", "efficient", "math"] if device.type == "cuda" else ["math"] if masked else ["flash", "math"]
+    masked = cfg.document_mask or 0 < cfg.window < cfg.seq_len
+    order = ["flash", "efficient", "math"] if device.type == "cuda" else ["flash", "math"]
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 and not cfg.deterministic and not masked:
         order.insert(0, "cudnn")
     if cfg.attention in ("flex", "fa3", "fa4") and device.type != "cuda":
-        raise UserError(f"--attention {cfg.attention} needs a CUDA device (FlexAttention has no backward on a CPU)")
+        why = " (FlexAttention has no backward on a CPU)" if cfg.attention == "flex" else ""
+        raise UserError(f"--attention {cfg.attention} needs a CUDA device{why}")
     backends = torch.backends.cuda
     switch = {
         "cudnn": backends.enable_cudnn_sdp, "flash": backends.enable_flash_sdp,
@@ -1459,19 +1474,19 @@ def choose_attention(cfg: Config, device: torch.device) -> str:
         # an earlier run had compiled with another.
         torch.compiler.config.cache_key_tag = f"attention={name}"
         if name == "flex":  # not compiled it would be another operator
-            return "flex_attention"
+            return "flex_attention", "flex"
         for key, enable in switch.items():
             enable(key == ("flash" if name in ("fa3", "fa4") else name))
         q = torch.zeros(shape, dtype=COMPUTE_DTYPE[cfg.precision], device=device, requires_grad=True)
         try:
             if name in ("fa3", "fa4"):
                 activate_flash_attention(name)  # type: ignore[arg-type]
-            with torch.device("meta"):
-                model = GPT(dataclasses.replace(cfg, n_layer=1, value_embeds=0))
+            with torch.device("meta"):  # a window that the small call feels
+                model = GPT(dataclasses.replace(cfg, n_layer=1, value_embeds=0, window=min(cfg.window, tokens.numel() // 2)))
             model.kernel = "varlen" if masked and device.type == "cuda" and name in ("flash", "fa3", "fa4") else "sdpa"
             with _SeenOps() as seen:
                 attend(q, q, q, model.attention_mask(tokens), 1.0).sum().backward()
-            return seen.attention + (f" ({name})" if name in ("fa3", "fa4") else "")
+            return seen.attention + (f" ({name})" if name in ("fa3", "fa4") else ""), model.kernel
         except (RuntimeError, ImportError, ValueError) as e:
             problem = str(e).splitlines()[0]
     raise UserError(f"--attention {cfg.attention} does not run here: {problem}")
@@ -1691,8 +1706,8 @@ class Checkpoints:
             self.buffers[key] = shard_like(part, t)
 
     def save(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """Starts a save of this rank's tensors and of `meta` (JSON, rank 0's), when none is in flight."""
-        self.wait()
+        """Starts a save of this rank's tensors and of `meta` (JSON, rank 0's). None may be in flight: `wait`."""
+        assert not self.busy()
         if not self.buffers:
             self.stage(tensors)
         parts = {key: local(t) for key, t in tensors.items()}
@@ -1922,7 +1937,7 @@ def evaluate_tokens(
     # Every rank makes the same number of forwards, since sharded weights are gathered in each: the last may be all padding.
     for first in range(rank * batch, math.ceil(rows / (world * batch)) * world * batch, world * batch):
         count = max(0, min(batch, rows - first))
-        tokens = torch.from_numpy(check_ids(stream.slice(first * seq_len, count * seq_len + 1), model.cfg).astype(np.int64))
+        tokens = torch.from_numpy(stream.slice(first * seq_len, count * seq_len + 1).astype(np.int64))
         x, y = torch.zeros(batch, seq_len, dtype=torch.int64), torch.full((batch, seq_len), -1)
         x[:count], y[:count] = tokens[:-1].view(count, seq_len), tokens[1:].view(count, seq_len)
         total += model.nll(x.to(device), y.to(device)).double().sum()
@@ -2203,7 +2218,7 @@ class Trainer(Progress):
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank saves and loads without it
-        attention = choose_attention(cfg, device)
+        attention, kernel = choose_attention(cfg, device)
         compiled = cfg.compile == "on" or (cfg.compile == "auto" and self.cuda)
         if cfg.compile_mode != "default" and not compiled:
             raise UserError(f"--compile-mode {cfg.compile_mode}: nothing is compiled here; add --compile on")
@@ -2225,7 +2240,7 @@ class Trainer(Progress):
         self.model = GPT(cfg).to(device)
         if compiled:
             torch._dynamo.config.recompile_limit = 64  # blocks with and without skips and value embeddings, train and val
-        self.model.kernel = "flex" if "flex" in attention else "varlen" if "varlen" in attention else "sdpa"
+        self.model.kernel = kernel
         for block in self.model.blocks:
             if cfg.recompute != "off":
                 block.forward = recomputing(block.forward, cfg.recompute)
@@ -2234,6 +2249,10 @@ class Trainer(Progress):
         self.sharded = cfg.parallel.startswith("fsdp")
         self.model.one_graph = compiled and not self.sharded
         self.val_rows = cfg.micro_batch if self.model.one_graph else cfg.val_batch
+        if kernel == "varlen" and cfg.document_mask:
+            span = max(cfg.micro_batch, self.val_rows) * cfg.seq_len
+            needs = ((self.train_stream, cfg.max_steps * cfg.batch_tokens), (self.val_stream, cfg.val_tokens))
+            self.model.most_documents = max(most_documents(stream, span, total) for stream, total in needs)
         if self.sharded:
             self.shard_model()
         self.ddp: nn.Module = self.model

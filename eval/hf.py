@@ -199,6 +199,9 @@ ARCHITECTURE = {
     "unet_skip": False,
     "attn_gate": False,
     "smear": False,
+    "key_offset": False,
+    "document_mask": False,
+    "window": 0,
 }
 
 

@@ -103,7 +103,7 @@ def measure(
     tokens_N1: np.ndarray,
     seq_len: int,
     stride: int,
-    document_mask: bool,
+    document_mask: bool | str,
     dtype: str,
     batch_tokens: int = 0,
 ) -> Losses:
@@ -115,7 +115,7 @@ def measure(
     rank, ranks = world()
     count = len(tokens_N1) - 1
     segments = windows(count, seq_len, stride)
-    if document_mask and not net.cfg.document_mask:  # a model that was trained with a mask has its own
+    if document_mask and not net.cfg.document_mask:
         segments = split_documents(segments, tokens_N1[:-1])
     batch_tokens = batch_tokens or (32_768 if device.type == "cuda" else 4_096)
     blocks = min(BLOCKS, count)
@@ -260,12 +260,13 @@ def make_plan(model: Model, args: argparse.Namespace) -> Plan:
         "data": hashlib.sha256(tokens_N1.tobytes()).hexdigest(),
         "tokens": count,
         "seq_len": seq_len,
-        "document_mask": args.document_mask or cfg.document_mask,
+        # A model without a mask of its own has its windows cut where documents start: other numbers than a mask's.
+        "document_mask": cfg.document_mask or ("cut" if args.document_mask else False),
         "dtype": dtype,
     }
     if stride != seq_len:
         protocol["stride"] = stride
-    asked = (args.data, args.tokens, args.seq_len, args.stride, args.document_mask or None)
+    asked = (args.data, args.tokens, args.seq_len, args.stride, (args.document_mask and not cfg.document_mask) or None)
     own = result if result and result["val_loss"] is not None and not any(asked) else None
     if own and own["val_protocol"] != protocol and args.dtype == "auto":
         changed = [k for k in protocol if own["val_protocol"].get(k) != protocol[k]]

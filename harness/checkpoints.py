@@ -161,6 +161,8 @@ def fetch(run_dir: Path, uri: str, step: int | None) -> int:
 
 def bench(run_dir: Path, args: argparse.Namespace) -> int:
     """Trains with a save every so often, resumes once, and writes checkpoint-bench.json with stalls, times and bytes."""
+    if args.saves < 1 or args.every < 6:
+        raise UserError("--bench needs --saves of at least 1 and --every of at least 6: five steps after a save count as its own")
     steps = args.every * (args.saves + 1)
     flags = [
         args.bench, "--run-dir", str(run_dir), "--checkpoint-every", str(args.every), "--max-steps", str(steps),
@@ -183,16 +185,18 @@ def bench(run_dir: Path, args: argparse.Namespace) -> int:
 
 
 def stalls(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What each save cost, from the train rows: the time blocked, and how much longer than usual the longest of the next
-    five steps took; beside it, all five together, and what was spent waiting for the save before, if saves come too fast.
+    """What each save cost, from the train rows.
 
+    stall: the time blocked, and how much longer than usual the longer of the next two steps took (the host is a step ahead).
+    stall_5_steps: the time blocked, and how much longer than usual the next five steps took together.
+    wait: for the save before it, where saves come faster than they are written; in neither of them.
     The usual step is the median of those with no save in the five steps before them; the first tenth is left out.
     """
     rows = rows[len(rows) // 10 :]
     saves = [i for i, row in enumerate(rows) if "save_ms" in row]
     near = {j for i in saves for j in range(i, i + 5)}
     usual = statistics.median(row["step_ms"] for i, row in enumerate(rows) if i not in near)
-    cost = [rows[i]["save_ms"] + max(r["step_ms"] for r in rows[i : i + 5]) - usual for i in saves]
+    cost = [rows[i]["save_ms"] + max(r["step_ms"] for r in rows[i : i + 2]) - usual for i in saves]
     wide = [rows[i]["save_ms"] + sum(r["step_ms"] - usual for r in rows[i : i + 5]) for i in saves]
     return {
         "stalls": len(cost), "median_step_ms": usual, "median_stall_ms": statistics.median(cost), "max_stall_ms": max(cost),

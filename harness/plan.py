@@ -53,6 +53,12 @@ class Shape:
     heads: int
     seq_len: int
     vocab: int
+    window: int = 0
+
+    @property
+    def attended(self) -> int:
+        """Tokens that attention reaches, without the causal discount."""
+        return min(self.seq_len, self.window or self.seq_len)
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Model:
     @property
     def flops_per_token(self) -> float:
         """6 * N_matmul + 12 * L * d * T: forward and backward, attention without the causal discount."""
-        attention = 12 * self.shape.layers * self.shape.width * self.shape.seq_len if self.shape else 0
+        attention = 12 * self.shape.layers * self.shape.width * self.shape.attended if self.shape else 0
         return 6 * self.matmul_parameters + attention
 
 
@@ -108,16 +114,15 @@ def recipe_model(name: str, given: dict[str, int]) -> Model:
 
 def config_model(cfg: Config) -> Model:
     """The model that a trainer's config describes, counted on the real module. Imports torch."""
-    from train_gpt2 import flops_per_token, parameter_count
+    from train_gpt2 import parameter_count
 
-    attention = 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
     muon = 12 * cfg.n_layer * cfg.n_embd**2 if cfg.optimizer == "muon" else 0
     per_block = KEPT_BLOCK + (KEPT_SEPARATE_QK if cfg.qk_norm or cfg.position == "rotary" else 0)
     kept = cfg.n_layer * per_block + KEPT_VALUE_TABLE * cfg.value_embeds
     kept += KEPT_OUTSIDE + (KEPT_SMEAR if cfg.smear else 0)
-    matmul = round((flops_per_token(cfg) - attention) / 6)
-    shape = Shape(cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.seq_len, cfg.padded_vocab)
-    return Model(cfg.recipe, parameter_count(cfg)["total"], matmul, muon, shape, kept)
+    parameters = parameter_count(cfg)
+    shape = Shape(cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.seq_len, cfg.padded_vocab, cfg.window)
+    return Model(cfg.recipe, parameters["total"], parameters["matmul"], muon, shape, kept)
 
 
 # ------------------------------------------------------------------------------------------ arithmetic

@@ -42,7 +42,7 @@ MATMUL = re.compile(
     r"gemm|nvjet|xmma|cutlass|triton_tem|flash_fwd|flash_bwd|flash_attn|fmha|sdpa|cudnn.*attn|"
     r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_scaled_dot_product\w*)$"
 )
-ATTENTION = re.compile(r"^aten::_scaled_dot_product\w*(?<!backward)$")
+ATTENTION = re.compile(r"^(aten::_scaled_dot_product\w*|torch_attn::_varlen_attn)(?<!backward)$")
 
 
 # --- intervals ---------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def recomputed_flops(config: dict[str, Any], block_parameters: int) -> int:
     """FLOPs per token that the backward pass spends on making activations again; MFU never counts them."""
     layers, width = config["n_layer"], config["n_embd"]
     if config.get("recompute") == "block":
-        return 2 * block_parameters + 4 * layers * width * config["seq_len"]
+        return 2 * block_parameters + 4 * layers * width * min(config["seq_len"], config.get("window") or config["seq_len"])
     if config.get("recompute") == "selective":  # of the saved-in-turn products, the big one that is made again
         return 2 * layers * width**2 * (4 if config["attn_gate"] else 1)
     return 0

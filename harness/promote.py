@@ -624,12 +624,12 @@ def measured(paths: Sequence[Path], recovery: dict[str, Any] | None, price: floa
 
 
 def first_stall(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Milliseconds that the first save cost: blocked, and by the longest of the five steps after it."""
+    """Milliseconds that the first save cost: blocked, and by the longer of the two steps after it."""
     at = next((i for i, row in enumerate(rows) if row.get("save_ms")), None)
     if at is None:
         return None
     usual = statistics.median(row["step_ms"] for row in rows)
-    return rows[at]["save_ms"] + max(0.0, max(row["step_ms"] for row in rows[at : at + 5]) - usual)
+    return rows[at]["save_ms"] + max(0.0, max(row["step_ms"] for row in rows[at : at + 2]) - usual)
 
 
 def break_even(control: dict[str, Any], candidate: dict[str, Any]) -> float | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -64,6 +65,7 @@ def test_sdpa_with_a_mask_is_attention_pair_by_pair(documents: bool, window: int
     idx = some_tokens()
     q, k, v = torch.randn(3, 3, T, 2, 32, generator=torch.Generator().manual_seed(1)).unbind()
     mask = model.attention_mask(idx)
+    assert mask is None or mask.ndim == (4 if documents else 2)
     assert (mask is None) == (not documents and window >= T)
     want = by_pairs(q, k, v, idx, documents, window, 0.2)
     torch.testing.assert_close(attend(q, k, v, mask, 0.2).double(), want, rtol=1e-4, atol=1e-5)
@@ -72,10 +74,10 @@ def test_sdpa_with_a_mask_is_attention_pair_by_pair(documents: bool, window: int
 @pytest.mark.parametrize("documents, window", CASES)
 def test_flex_and_varlen_masks_allow_the_same_pairs_as_sdpa(documents: bool, window: int) -> None:
     """FlexAttention has no backward on a CPU and varlen no kernel: what their masks say is compared, pair by pair."""
-    model = GPT(config(document_mask=documents, window=window))
+    model = GPT(config(document_mask=documents, window=window, precision="bf16"))
     idx = some_tokens(2)
     mask = model.attention_mask(idx)
-    want = torch.ones(3, T, T).tril().bool() if mask is None else mask[:, 0]
+    want = torch.ones(3, T, T).tril().bool() if mask is None else mask[:, 0] if documents else mask.expand(3, T, T)
     b, q, k = torch.meshgrid(torch.arange(3), torch.arange(T), torch.arange(T), indexing="ij")
 
     model.kernel = "flex"
@@ -95,7 +97,18 @@ def test_flex_and_varlen_masks_allow_the_same_pairs_as_sdpa(documents: bool, win
                 assert sorted(got) == expected[i, row].nonzero().flatten().tolist()
 
     model.kernel = "varlen"
+    counted = model.attention_mask(idx)
+    model.most_documents = 50
     varlen = model.attention_mask(idx)
+    assert len(varlen.bounds) == 50 + 3 + 1 and varlen.bounds.unique().tolist() == counted.bounds.unique().tolist()
+    calls: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *rest, **more: calls.append((rest, more)) or q)
+        x = torch.zeros(3, T, 2, 32)
+        assert attend(x, x, x, varlen, 0.5).shape == x.shape
+    (_, _, *rest), more = calls[0]
+    assert rest[0] is rest[1] is varlen.bounds and rest[2:] == [T, T]
+    assert more == {"scale": 0.5, "window_size": (window - 1 if 0 < window < T else -1, 0)}
     assert varlen.bounds.dtype == torch.int32 and varlen.bounds[0] == 0 and varlen.bounds[-1] == 3 * T
     document = torch.searchsorted(varlen.bounds, torch.arange(3 * T, dtype=torch.int32), right=True).view(3, T)
     same = document[:, :, None] == document[:, None, :]
@@ -165,9 +178,10 @@ def test_masks_are_refused_where_they_cannot_work(tmp_path: Path) -> None:
     for name in ("flex", "fa3", "fa4"):
         with pytest.raises(UserError, match=f"--attention {name} needs a CUDA device"):
             train_gpt2.choose_attention(dataclasses.replace(config(), attention=name), torch.device("cpu"))
-    short = torch.full((1000,), EOT).numpy()
-    with pytest.raises(UserError, match="1000 documents in 1000 tokens; --document-mask needs 64 each"):
-        train_gpt2.check_ids(short, config(document_mask=True))
+    with pytest.raises(UserError, match="key-offset needs --position rotary"):
+        parse_args(["gpt2", "--key-offset"])
+    with pytest.raises(UserError, match="document-mask needs a --vocab-size above 50256"):
+        parse_args(["speedrun", "--document-mask", "--vocab-size", "50256"])
 
 
 def test_a_masked_run_resumes_exactly_and_is_measured_again_by_its_own_protocol(
@@ -196,6 +210,66 @@ def test_a_masked_run_resumes_exactly_and_is_measured_again_by_its_own_protocol(
     assert len({tuple(train("plain")), tuple(train("window", window=20)), tuple(whole[:6])}) == 3
 
 
+def test_the_bound_on_documents_holds_for_any_start(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).choice([5, EOT], 1000, p=[0.9, 0.1])
+    tokens[-40:] = tokens[:40] = EOT  # where the stream wraps
+    for i, part in enumerate((tokens[:300], tokens[300:])):
+        (tmp_path / f"x_train_{i:06d}.bin").write_bytes(shard_bytes(part))
+    stream = train_gpt2.TokenStream(train_gpt2.find_shards(tmp_path, "train"))
+    for span in (1, 7, 128, 1000):
+        exact = max(int((stream.slice(at, span) == EOT).sum()) for at in range(1000))
+        assert exact <= train_gpt2.most_documents(stream, span, 10_000) <= 2 * exact
+    assert train_gpt2.most_documents(stream, 7, 300) <= 2 * 7
+
+
+@pytest.mark.parametrize("operator, kernel", [("varlen_attn", "varlen"), ("flex_attention", "flex"), ("math", "sdpa")])
+def test_the_trainer_uses_the_kernel_that_was_chosen(
+    operator: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split, count in (("train", 3000), ("val", 500)):
+        tokens = text(1, count)
+        tokens[::70] = EOT
+        (folder / f"documents_{split}_000000.bin").write_bytes(shard_bytes(tokens))
+    monkeypatch.setattr(train_gpt2, "choose_attention", lambda *_: (operator, kernel))
+    monkeypatch.setattr(train_gpt2.Trainer, "warm_up", lambda self: None)
+    sizes = {"vocab_size": 50257, "padded_vocab": 50304, "seq_len": 128, "micro_batch": 1, "val_tokens": 384, "value_embeds": 0}
+    trainer = train_gpt2.Trainer(parse_args(flags("speedrun", folder, tmp_path / "run", **sizes, document_mask=True)))
+    trainer.setup()
+    assert trainer.model.kernel == kernel
+    assert (trainer.model.most_documents is None) == (kernel != "varlen")
+    trainer.checkpoints.close()
+    trainer.lock.close()
+
+
+def test_flops_and_memory_plans_know_the_window() -> None:
+    from harness.plan import config_model
+
+    narrow, wide = config(window=100), config()
+    per_token = 12 * 2 * 64 * (T - 100)
+    assert train_gpt2.flops_per_token(wide) - train_gpt2.flops_per_token(narrow) == per_token
+    for cfg in (narrow, wide):
+        model = config_model(cfg)
+        assert model.flops_per_token == train_gpt2.flops_per_token(cfg)
+        assert model.matmul_parameters == train_gpt2.parameter_count(cfg)["matmul"]
+
+
+def test_the_largest_logit_is_one_that_the_mask_allows() -> None:
+    q, k = torch.zeros(2, 1, 4, 1, 2).unbind()
+    q[0, :, 0, 0], k[0, :, 0, 0] = 1.0, torch.tensor([9.0, 1.0, 2.0, 3.0])  # the first key is out of the window of the last
+    seen = []
+    for mask in (None, torch.eye(4).bool(), torch.eye(4).bool()[None, None]):
+        with train_gpt2.LargestLogit() as largest:
+            attend(q, k, k, mask, 1.0)
+        seen.append(largest.value)
+    assert seen == [9.0, 9.0, 9.0]
+    q[0, 0] = 0  # only later queries are left
+    with train_gpt2.LargestLogit() as largest:
+        attend(q, k, k, torch.eye(4).bool(), 1.0)
+    assert largest.value == 3.0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "flex", "fa3", "fa4"])
 @pytest.mark.parametrize("documents, window", CASES[:3] + CASES[-2:-1])
@@ -203,11 +277,13 @@ def test_kernels_and_their_gradients_are_attention_pair_by_pair(kernel: str, doc
     cfg = config(document_mask=documents, window=window, attention=kernel, precision="bf16", n_embd=256)
     device = torch.device("cuda", 0)
     try:
-        operator = train_gpt2.choose_attention(cfg, device)
+        _, chosen = train_gpt2.choose_attention(cfg, device)
     except UserError as e:
+        if kernel not in ("fa3", "fa4"):  # those need to be installed, and a torch that passes windows on to them
+            raise
         pytest.skip(str(e))
     model, idx = GPT(cfg).to(device), some_tokens().to(device)
-    model.kernel = "flex" if "flex" in operator else "varlen" if "varlen" in operator else "sdpa"
+    model.kernel = chosen
     inputs = torch.randn(3, 3, T, 2, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     call = torch.compile(attend, fullgraph=True, dynamic=False)
     results = []

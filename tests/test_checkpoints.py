@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from train_support import flags, result, rows, write_shards
 
 import train_gpt2 as t
 
@@ -549,12 +551,28 @@ def test_stalls_are_counted_against_the_usual_step() -> None:
     for step, blocked, longer in ((30, 5.0, 40.0), (60, 7.0, 20.0), (90, 6.0, 60.0)):
         rows[step] |= {"save_ms": blocked, "save_wait_ms": 3.0}
         rows[step]["step_ms"] += 10
-        rows[step + 2]["step_ms"] += longer
+        rows[step + 1]["step_ms"] += longer
     report = stalls(rows)
     assert report["median_wait_ms"] == 3
     assert report["stalls"] == 3 and report["median_step_ms"] == 100
     assert report["median_stall_ms"] == 45 and report["max_stall_ms"] == 66
     assert report["median_stall_5_steps_ms"] == 55
+
+
+def test_waiting_for_the_save_before_is_told_apart_from_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = t.Checkpoints._write
+
+    def slowly(self: t.Checkpoints, meta: dict[str, Any]) -> None:
+        time.sleep(0.5)
+        write(self, meta)
+
+    monkeypatch.setattr(t.Checkpoints, "_write", slowly)
+    data = write_shards(tmp_path / "data")
+    assert t.main(flags("sample", data, tmp_path / "run", checkpoint_every=2, val_every=0)) == t.Exit.OK
+    first, second = (row for row in rows(tmp_path / "run", "train") if "save_ms" in row)
+    assert (first["step"], second["step"]) == (3, 5)
+    assert first["save_wait_ms"] < 100 and 200 < second["save_wait_ms"] < 5000
+    assert second["save_ms"] < 200 < 500 < result(tmp_path / "run")["checkpoint_stall_seconds"] * 1000
 
 
 def test_a_full_disk_is_called_so_whatever_torch_says_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

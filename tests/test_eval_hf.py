@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -18,7 +19,7 @@ from data.tokenizer import gpt2_encoding
 from eval import hf, val
 from eval.__main__ import main
 from eval.models import open_model
-from train_gpt2 import GPT, load_run
+from train_gpt2 import GPT, RECIPES, Config, UserError, load_run
 
 CPU = torch.device("cpu")
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 96}
@@ -211,3 +212,16 @@ def test_shapes_are_those_transformers_has() -> None:
         net = GPT2LMHeadModel(GPT2Config())
     theirs = {n.removeprefix("transformer."): tuple(p.shape) for n, p in net.named_parameters()}
     assert hf.shapes(tiny(n_layer=12, n_head=12, n_embd=768, seq_len=1024)) == theirs
+
+
+def test_every_field_of_the_model_is_known_to_the_export() -> None:
+    """A new field of Config that changes the model must be refused by `to_hf`, or be listed here as one that does not."""
+    names = [f.name for f in dataclasses.fields(Config)]
+    model = set(names[names.index("n_layer") : names.index("optimizer")])
+    sizes = {"n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "padded_vocab"}
+    assert model == sizes | {"zero_init"} | set(hf.ARCHITECTURE)
+    assert all(value == getattr(RECIPES["gpt2"], field) for field, value in hf.ARCHITECTURE.items())
+    for field, value in {"window": 8, "document_mask": True, "key_offset": True}.items():
+        net = GPT(tiny("gpt2", n_layer=1, n_embd=16, seq_len=64, **{field: value}))
+        with pytest.raises(UserError, match=f"here {field} is {value}"):
+            hf.to_hf(net)

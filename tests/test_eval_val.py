@@ -142,7 +142,7 @@ def test_other_protocols_are_other_numbers(run: Path, capsys: pytest.CaptureFixt
     ]
     assert main(args) == 0
     out = capsys.readouterr().out
-    assert "run's own" not in out and "document_mask=True" in out and "stride=24" in out and "bits per byte" in out
+    assert "run's own" not in out and "document_mask=cut" in out and "stride=24" in out and "bits per byte" in out
     assert main(["val", str(run), "--device", "cpu"]) == 0
     assert len({read_json(f)["nats_per_token"] for f in run.glob("val-*.json")}) == 2
 

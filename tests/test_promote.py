@@ -630,3 +630,12 @@ def test_a_whole_decision_on_a_small_recipe(tmp_path: Path, shards: Path, capsys
     assert record["verdict"] == "accepted", record["reason"]
     assert record["recovery"]["signal"] == 9 and record["measured"]["candidate"]["checkpoint_bytes"] > 0
     assert main(["promote", "accept", record["id"], "--ledger", str(kept)]) == 0
+
+
+def test_the_first_save_costs_its_block_and_the_longer_of_two_steps():
+    rows = [{"step_ms": 100.0} for _ in range(20)]
+    assert promote.first_stall(rows) is None and promote.first_stall([]) is None
+    rows[5] |= {"save_ms": 7.0, "save_wait_ms": 50.0}
+    rows[6]["step_ms"] = 130.0
+    rows[12] |= {"save_ms": 9.0, "step_ms": 900.0}
+    assert promote.first_stall(rows) == 37
