@@ -115,10 +115,15 @@ SEVERAL: dict[str, Candidate] = {
 NAMES = (*CANDIDATES, *(f"{name}-N" for name in SEVERAL))
 
 # Those of "h200" share runs: with these flags the bare recipe is the candidate of four and the control of the last two.
+# Those of "kernels" too: it is the control of the first three and the candidate of key-offset.
 # Those of "devices" run on --gpus N, and share the run of `owner`.
 SUITES: dict[str, tuple[tuple[str, ...], str]] = {
     "h200": (
         ("cudnn-attention", "compile", "muon", "fp8-head", "selective-recompute", "fsdp2"),
+        "--attention cudnn --compile on",
+    ),
+    "kernels": (
+        ("fa4-attention", "flex-attention", "max-autotune", "key-offset", "fp8-rows-head"),
         "--attention cudnn --compile on",
     ),
     "devices": (("owner-over-ddp-N", "zero1-N", "fsdp2-N"), ""),
