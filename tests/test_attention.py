@@ -41,6 +41,19 @@ def some_tokens(seed: int = 0) -> Tensor:
     return idx
 
 
+SIZES = {"vocab_size": 50257, "padded_vocab": 50304, "seq_len": 128, "micro_batch": 1, "val_tokens": 384, "value_embeds": 0}
+
+
+def documents(folder: Path) -> Path:
+    """Shards of documents of 70 tokens, for runs of SIZES."""
+    folder.mkdir()
+    for split, count in (("train", 3000), ("val", 500)):
+        tokens = text(1, count)
+        tokens[::70] = EOT
+        (folder / f"documents_{split}_000000.bin").write_bytes(shard_bytes(tokens))
+    return folder
+
+
 def by_pairs(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, documents: bool, window: int, scale: float) -> Tensor:
     """Attention in float64, from the definition: a loop over queries, with the keys that each may see listed."""
     out = torch.zeros_like(q, dtype=torch.float64)
@@ -187,16 +200,10 @@ def test_masks_are_refused_where_they_cannot_work(tmp_path: Path) -> None:
 def test_a_masked_run_resumes_exactly_and_is_measured_again_by_its_own_protocol(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for split, count in (("train", 3000), ("val", 500)):
-        tokens = text(1, count)
-        tokens[::70] = EOT
-        (folder / f"documents_{split}_000000.bin").write_bytes(shard_bytes(tokens))
-    sizes = {"vocab_size": 50257, "padded_vocab": 50304, "seq_len": 128, "micro_batch": 1, "val_tokens": 384, "value_embeds": 0}
+    folder = documents(tmp_path / "data")
 
     def train(name: str, **changes: Any) -> list[float]:
-        assert main(flags("speedrun", folder, tmp_path / name, **(sizes | changes))) == Exit.OK
+        assert main(flags("speedrun", folder, tmp_path / name, **(SIZES | changes))) == Exit.OK
         return [row["loss"] for row in rows(tmp_path / name, "train")]
 
     masked = {"window": 20, "document_mask": True, "key_offset": True, "checkpoint_every": 2}
@@ -226,16 +233,10 @@ def test_the_bound_on_documents_holds_for_any_start(tmp_path: Path) -> None:
 def test_the_trainer_uses_the_kernel_that_was_chosen(
     operator: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for split, count in (("train", 3000), ("val", 500)):
-        tokens = text(1, count)
-        tokens[::70] = EOT
-        (folder / f"documents_{split}_000000.bin").write_bytes(shard_bytes(tokens))
+    folder = documents(tmp_path / "data")
     monkeypatch.setattr(train_gpt2, "choose_attention", lambda *_: (operator, kernel))
     monkeypatch.setattr(train_gpt2.Trainer, "warm_up", lambda self: None)
-    sizes = {"vocab_size": 50257, "padded_vocab": 50304, "seq_len": 128, "micro_batch": 1, "val_tokens": 384, "value_embeds": 0}
-    trainer = train_gpt2.Trainer(parse_args(flags("speedrun", folder, tmp_path / "run", **sizes, document_mask=True)))
+    trainer = train_gpt2.Trainer(parse_args(flags("speedrun", folder, tmp_path / "run", **SIZES, document_mask=True)))
     trainer.setup()
     assert trainer.model.kernel == kernel
     assert (trainer.model.most_documents is None) == (kernel != "varlen")
