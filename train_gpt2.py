@@ -72,7 +72,7 @@ class Exit(enum.IntEnum):
 
     OK = 0
     FAILED = 1  # a bug: there is a traceback
-    BAD_INPUT = 2  # one line says what is wrong; nothing was written
+    BAD_INPUT = 2  # one line says what is wrong; nothing was written, unless it is data that training came to later
     NON_FINITE = 3  # loss or gradient became inf or nan; the weights are those before that step
     OUT_OF_MEMORY = 4
     STOPPED = 5  # SIGTERM or SIGINT: the step was finished and the state saved
@@ -2740,9 +2740,11 @@ def train(cfg: Config) -> tuple[Exit, str, Path | None]:
     except Halt as e:
         code, line = e.code, str(e)
     except UserError as e:
-        if trainer.rank and trainer.mark is not None:  # of the data, on the rank that met it; others before it are met by all
+        if trainer.mark is None:
+            raise
+        code, line = Exit.BAD_INPUT, str(e)  # of the data, on the rank that met it
+        if trainer.rank:
             print(f"error: rank {trainer.rank}: {e}", file=sys.stderr, flush=True)
-        raise
     except torch.OutOfMemoryError:
         code, line = Exit.OUT_OF_MEMORY, explain_out_of_memory(trainer)
     except (TimeoutError, RuntimeError) as e:
@@ -2770,7 +2772,7 @@ def train(cfg: Config) -> tuple[Exit, str, Path | None]:
 def main(argv: list[str]) -> int:
     """Command line. Returns the exit code."""
     rank = int(os.environ.get("RANK", "0"))
-    cfg = None
+    cfg, begun = None, True
     try:
         cfg = parse_args(argv)
         code, line, run_dir = train(cfg)
@@ -2779,14 +2781,14 @@ def main(argv: list[str]) -> int:
                 print(f"{'error: ' if code not in (Exit.OK, Exit.STOPPED) else ''}{line}", file=sys.stderr)
             print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
     except UserError as e:
-        code = Exit.BAD_INPUT
+        code, begun = Exit.BAD_INPUT, False
         if rank == 0:
             print(f"error: {e}", file=sys.stderr, flush=True)
     except Exception:  # a bug; a rented machine must still get its --on-finish
         code = Exit.FAILED
         traceback.print_exc()
     ends = {"always": True, "success": code == Exit.OK, "failure": code != Exit.OK}
-    if rank == 0 and cfg is not None and cfg.on_finish and code != Exit.BAD_INPUT and ends[cfg.on_finish_when]:
+    if rank == 0 and cfg is not None and cfg.on_finish and begun and ends[cfg.on_finish_when]:
         subprocess.run(cfg.on_finish, shell=True, check=False)
     # torchrun restarts every failure; ends that another attempt would only repeat are reported to it as success.
     final = code in (Exit.FAILED, Exit.PEER_LOST, Exit.DISK) or not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))

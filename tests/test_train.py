@@ -512,9 +512,16 @@ def test_missing_or_insufficient_data_is_refused(shards: Path, tmp_path: Path, c
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path, capsys: Capture) -> None:
     """Those of the validation before anything is written; those far on in the train shards where they are met."""
     folder = broken(tmp_path, VAL, shard_bytes([1, 2, VOCAB, *range(100)]))
-    refused(flags("sample", folder, tmp_path / "run"), tmp_path, capsys, str(folder), f"token id {VOCAB} ", "--vocab-size")
+    early = flags("sample", folder, tmp_path / "run", on_finish=f"touch {tmp_path / 'early'}")
+    refused(early, tmp_path, capsys, str(folder), f"token id {VOCAB} ", "--vocab-size")
+    assert not (tmp_path / "early").exists()
     folder = broken(tmp_path, "tiny_train_000000.bin", shard_bytes([*range(130), 60_000, *range(130)]))
-    assert main(flags("sample", folder, tmp_path / "run", max_steps=5)) == Exit.BAD_INPUT
+    hook = tmp_path / "hook"
+    more = {"max_steps": 5, "on_finish": f"touch {hook}", "on_finish_when": "failure"}
+    assert main(flags("sample", folder, tmp_path / "run", **more)) == Exit.BAD_INPUT
+    assert hook.exists(), "a rented machine must get its --on-finish once training has begun"
+    left = result(tmp_path / "run")
+    assert (left["exit_code"], left["exit_reason"], left["step"]) == (2, "bad_input", 1)
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(error) == 1 and "token id 60000 " in error[0] and len(rows(tmp_path / "run", "train")) == 1
 
