@@ -302,7 +302,7 @@ def check_config(cfg: Config) -> None:
     if cfg.head_precision != "same" and (cfg.n_embd % 16 or cfg.padded_vocab % 16):
         raise UserError(f"--head-precision {cfg.head_precision} needs --n-embd and --padded-vocab that are multiples of 16")
     if cfg.key_offset and cfg.position != "rotary":
-        raise UserError(f"--key-offset needs --position rotary: with {cfg.position} no channel is free of position")
+        raise UserError(f"--key-offset needs --position rotary, not {cfg.position}; or leave it out by --key-offset false")
     if cfg.document_mask and cfg.vocab_size <= EOT:
         raise UserError(f"--document-mask needs a --vocab-size above {EOT}, the id that starts a document")
     if cfg.attention == "flex" and (cfg.seq_len % FLEX_BLOCK or cfg.compile == "off"):
@@ -1355,7 +1355,8 @@ def load_run(run_dir: str | Path, device: str | torch.device = "cpu") -> tuple[G
         model.load_state_dict(load_file(path))
     except (SafetensorError, RuntimeError) as e:
         raise UserError(f"{path} does not fit its config: {str(e).splitlines()[0]}") from None
-    if torch.device(device).type == "cuda" and (cfg.document_mask or 0 < cfg.window < cfg.seq_len):
+    masked = cfg.document_mask or 0 < cfg.window < cfg.seq_len
+    if masked and torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8:
         model.kernel = "varlen"  # a (T, T) mask would not fit for long rows
     return model.to(device).eval(), cfg
 
@@ -1481,8 +1482,9 @@ def choose_attention(cfg: Config, device: torch.device) -> tuple[str, Literal["s
         try:
             if name in ("fa3", "fa4"):
                 activate_flash_attention(name)  # type: ignore[arg-type]
-            with torch.device("meta"):  # a window that the small call feels
-                model = GPT(dataclasses.replace(cfg, n_layer=1, value_embeds=0, window=min(cfg.window, tokens.numel() // 2)))
+            window = min(cfg.window, tokens.numel() // 2) if cfg.window < cfg.seq_len else 0  # which the small call feels
+            with torch.device("meta"):
+                model = GPT(dataclasses.replace(cfg, n_layer=1, value_embeds=0, window=window))
             model.kernel = "varlen" if masked and device.type == "cuda" and name in ("flash", "fa3", "fa4") else "sdpa"
             with _SeenOps() as seen:
                 attend(q, q, q, model.attention_mask(tokens), 1.0).sum().backward()
@@ -2313,7 +2315,7 @@ class Trainer(Progress):
         generator = torch.Generator().manual_seed(0)
 
         def made_up(rows: int) -> Tensor:
-            return torch.randint(cfg.vocab_size, (rows, cfg.seq_len), generator=generator).to(self.device)
+            return torch.randint(min(cfg.vocab_size, EOT), (rows, cfg.seq_len), generator=generator).to(self.device)
 
         for last in [True] if self.accum == 1 else [False, True]:
             x = made_up(cfg.micro_batch)

@@ -45,11 +45,11 @@ SIZES = {"vocab_size": 50257, "padded_vocab": 50304, "seq_len": 128, "micro_batc
 
 
 def documents(folder: Path) -> Path:
-    """Shards of documents of 70 tokens, for runs of SIZES."""
+    """Shards of documents of 70 tokens, 35 in the validation, for runs of SIZES."""
     folder.mkdir()
-    for split, count in (("train", 3000), ("val", 500)):
+    for split, count, length in (("train", 3000, 70), ("val", 500, 35)):
         tokens = text(1, count)
-        tokens[::70] = EOT
+        tokens[::length] = EOT
         (folder / f"documents_{split}_000000.bin").write_bytes(shard_bytes(tokens))
     return folder
 
@@ -191,6 +191,11 @@ def test_masks_are_refused_where_they_cannot_work(tmp_path: Path) -> None:
     for name in ("flex", "fa3", "fa4"):
         with pytest.raises(UserError, match=f"--attention {name} needs a CUDA device"):
             train_gpt2.choose_attention(dataclasses.replace(config(), attention=name), torch.device("cpu"))
+    for name in ("fa3", "fa4"):
+        with pytest.raises(UserError, match=f"{name} needs a CUDA device$"):
+            train_gpt2.choose_attention(dataclasses.replace(config(), attention=name), torch.device("cpu"))
+    with pytest.raises(UserError, match="fp8-rows needs --n-embd"):
+        parse_args(["speedrun", "--head-precision", "fp8-rows", "--n-embd", "24", "--n-head", "2"])
     with pytest.raises(UserError, match="key-offset needs --position rotary"):
         parse_args(["gpt2", "--key-offset"])
     with pytest.raises(UserError, match="document-mask needs a --vocab-size above 50256"):
@@ -210,7 +215,8 @@ def test_a_masked_run_resumes_exactly_and_is_measured_again_by_its_own_protocol(
     whole = train("run", **masked)
     assert result(tmp_path / "run")["val_protocol"]["document_mask"] is True
     capsys.readouterr()
-    assert evaluate(["val", str(tmp_path / "run"), "--device", "cpu"]) == 0
+    for extra in ([], ["--document-mask"]):
+        assert evaluate(["val", str(tmp_path / "run"), "--device", "cpu", *extra]) == 0
     assert "equal to the run's own" in (said := capsys.readouterr().out) and "document_mask=True" in said
     again = train("run", **masked, resume=4)
     assert again[-2:] == whole[-2:] and len(again) == 8
@@ -226,7 +232,40 @@ def test_the_bound_on_documents_holds_for_any_start(tmp_path: Path) -> None:
     for span in (1, 7, 128, 1000):
         exact = max(int((stream.slice(at, span) == EOT).sum()) for at in range(1000))
         assert exact <= train_gpt2.most_documents(stream, span, 10_000) <= 2 * exact
-    assert train_gpt2.most_documents(stream, 7, 300) <= 2 * 7
+    dense = np.full(1000, 5)
+    dense[500:] = EOT  # beyond what will be read
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "x_train_000000.bin").write_bytes(shard_bytes(dense))
+    assert train_gpt2.most_documents(train_gpt2.TokenStream(train_gpt2.find_shards(tmp_path / "y", "train")), 50, 400) == 0
+
+
+@pytest.mark.parametrize("window", [0, 20, 300, 1024, 4096])
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_trial_of_a_backend_has_a_mask_where_the_run_has_one(
+    documents: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks: list[Any] = []
+    whole = train_gpt2.attend
+    monkeypatch.setattr(train_gpt2, "attend", lambda q, k, v, mask, scale: masks.append(mask) or whole(q, k, v, mask, scale))
+    cfg = config(document_mask=documents, window=window, seq_len=1024)
+    operator, kernel = train_gpt2.choose_attention(cfg, torch.device("cpu"))
+    masked = documents or 0 < window < 1024
+    assert kernel == "sdpa" and "flash" in operator and (masks[0] is None) == (not masked)
+    if masked and window:
+        seen = masks[0].reshape(-1, 256, 256)[0, -1].sum()  # keys of the last query
+        assert seen == (min(window, 128) if window < 1024 else 256)
+
+
+def test_fp32_takes_a_mask_of_sdpa_whatever_the_kernel_and_a_graphics_card_states_no_mfu_for_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = GPT(config(document_mask=True))
+    model.kernel = "varlen"
+    assert isinstance(model.attention_mask(some_tokens()), Tensor)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
+    for documents, peak in ((False, 989.4e12), (True, None)):
+        cfg = config(document_mask=documents, precision="bf16")
+        assert train_gpt2.peak_flops(torch.device("cuda"), cfg) == peak
 
 
 @pytest.mark.parametrize("operator, kernel", [("varlen_attn", "varlen"), ("flex_attention", "flex"), ("math", "sdpa")])
@@ -236,10 +275,13 @@ def test_the_trainer_uses_the_kernel_that_was_chosen(
     folder = documents(tmp_path / "data")
     monkeypatch.setattr(train_gpt2, "choose_attention", lambda *_: (operator, kernel))
     monkeypatch.setattr(train_gpt2.Trainer, "warm_up", lambda self: None)
-    trainer = train_gpt2.Trainer(parse_args(flags("speedrun", folder, tmp_path / "run", **SIZES, document_mask=True)))
+    trainer = train_gpt2.Trainer(
+        parse_args(flags("speedrun", folder, tmp_path / "run", **SIZES, val_batch=8, document_mask=True))
+    )
     trainer.setup()
     assert trainer.model.kernel == kernel
-    assert (trainer.model.most_documents is None) == (kernel != "varlen")
+    # A batch of 1,024 tokens of validation holds the most: 30 documents, counted over two such spans.
+    assert trainer.model.most_documents == (None if kernel != "varlen" else pytest.approx(66, abs=4))
     trainer.checkpoints.close()
     trainer.lock.close()
 

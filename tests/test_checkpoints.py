@@ -552,11 +552,14 @@ def test_stalls_are_counted_against_the_usual_step() -> None:
         rows[step] |= {"save_ms": blocked, "save_wait_ms": 3.0}
         rows[step]["step_ms"] += 10
         rows[step + 1]["step_ms"] += longer
+        rows[step + 3]["step_ms"] += 500
     report = stalls(rows)
     assert report["median_wait_ms"] == 3
     assert report["stalls"] == 3 and report["median_step_ms"] == 100
     assert report["median_stall_ms"] == 45 and report["max_stall_ms"] == 66
-    assert report["median_stall_5_steps_ms"] == 55
+    assert report["median_stall_5_steps_ms"] == 555
+    for bad in (["--saves", "0"], ["--every", "5"]):
+        assert command("x", "--bench", "sample", *bad) == 2
 
 
 def test_waiting_for_the_save_before_is_told_apart_from_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -356,7 +356,7 @@ def test_head_loss_equals_float64_cross_entropy(cap: float, precision: str) -> N
     assert not got[targets < 0].any() and not xs.grad[targets < 0].any() and not ws.grad[200:].any()  # type: ignore[index]
 
 
-def test_fp8_logits_by_tensor_and_by_row() -> None:
+def test_fp8_logits_by_tensor_and_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """e4m3 keeps 3 bits of mantissa down to 2^-6: with a token and an id 1e5 times as large as the rest, one scale for the
     tensor (largest 448) leaves the rest below that; a scale a row keeps every product within 2^-4."""
     generator = torch.Generator().manual_seed(0)
@@ -378,6 +378,8 @@ def test_fp8_logits_by_tensor_and_by_row() -> None:
     loss = HeadLoss.apply(xs, ws, targets, 200, 15.0, "fp8-rows")
     loss.backward()
     assert loss.item() == pytest.approx(want, rel=5e-3) and xs.grad is not None and ws.grad is not None
+    monkeypatch.setitem(train_gpt2.HEAD_CHUNK, "cpu", 64)
+    assert HeadLoss.apply(x, w.float(), targets, 200, 15.0, "fp8-rows").item() == pytest.approx(loss.item(), rel=1e-6)
     assert abs(HeadLoss.apply(x, w.float(), targets, 200, 15.0, "fp8").item() - want) > 5 * abs(loss.item() - want)
 
 

@@ -355,6 +355,11 @@ def test_every_candidate_is_a_difference_of_two_configs_and_says_why():
     for names, flags in promote.SUITES.values():
         assert set(names) <= set(promote.NAMES)
         parse_args(["speedrun", *flags.split()])
+    names, flags = promote.SUITES["kernels"]
+    bare = promote.short(["speedrun", *flags.split()])
+    arms = {name: (promote.find_candidate(name).control, promote.find_candidate(name).flags) for name in names}
+    hashes = {name: [promote.short(["speedrun", *flags.split(), *arm]) for arm in pair] for name, pair in arms.items()}
+    assert [pair.index(bare) if bare in pair else None for pair in hashes.values()] == [0, 0, 0, 1, None]
 
 
 def test_a_workload_does_not_depend_on_the_folder_of_its_text():
@@ -636,6 +641,6 @@ def test_the_first_save_costs_its_block_and_the_longer_of_two_steps():
     rows = [{"step_ms": 100.0} for _ in range(20)]
     assert promote.first_stall(rows) is None and promote.first_stall([]) is None
     rows[5] |= {"save_ms": 7.0, "save_wait_ms": 50.0}
-    rows[6]["step_ms"] = 130.0
+    rows[6]["step_ms"], rows[8]["step_ms"] = 130.0, 700.0
     rows[12] |= {"save_ms": 9.0, "step_ms": 900.0}
     assert promote.first_stall(rows) == 37
