@@ -204,6 +204,16 @@ class Config:
     on_finish: str = opt("", "shell command run once at the end, when all results are durably written")
     on_finish_when: Literal["always", "success", "failure"] = opt("always", "which ends run --on-finish")
 
+    @property
+    def attended(self) -> int:
+        """Tokens that attention reaches back over, its own included, if no document starts among them."""
+        return min(self.seq_len, self.window or self.seq_len)
+
+    @property
+    def masked(self) -> bool:
+        """Whether attention is more than causal."""
+        return self.document_mask or self.attended < self.seq_len
+
 
 # Fields that say how or where a run executes, not what it learns.
 EXECUTION_FIELDS = frozenset(
@@ -522,6 +532,7 @@ def rotate(x_BTHD: Tensor, rope: Tensor) -> Tensor:
     return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
 
 
+Kernel = Literal["sdpa", "varlen", "flex"]  # of attention
 FLEX_BLOCK = 128  # positions of a block of FlexAttention's mask
 
 
@@ -556,6 +567,31 @@ def flex_mask(doc_BT: Tensor, window: int) -> Any:
         return (k <= q) & (q - k < window) & (doc_BT[b, q] == doc_BT[b, k])
 
     return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=FLEX_BLOCK, mask_mod=allowed)
+
+
+def attention_mask(cfg: Config, kernel: Kernel, idx_BT: Tensor, most_documents: int | None) -> Any:
+    """What `attend` takes for these tokens; None where attention is causal and no more.
+
+    most_documents: a bound on those that start in the batch, for the varlen kernels; None: they are counted, which waits for
+    the device as nothing else here does.
+    """
+    B, T = idx_BT.shape
+    window = min(cfg.attended, T)
+    if kernel == "sdpa" and window == T and not cfg.document_mask:
+        return None
+    starts_BT = (idx_BT == EOT) & cfg.document_mask
+    if kernel == "varlen":
+        most = int(starts_BT.sum()) if most_documents is None else most_documents
+        starts_BT[:, 0] = True
+        bounds = starts_BT.flatten().nonzero_static(size=most + B + 1, fill_value=B * T)
+        return Varlen(bounds.flatten().int(), T, window)
+    doc_BT = starts_BT.cumsum(1)
+    if kernel == "flex":
+        return flex_mask(doc_BT, window)
+    at = torch.arange(T, device=idx_BT.device)
+    ago_TT = at[:, None] - at
+    mask_TT = (ago_TT >= 0) & (ago_TT < window)
+    return (mask_TT & (doc_BT[:, :, None] == doc_BT[:, None, :])).unsqueeze(1) if cfg.document_mask else mask_TT
 
 
 def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Any, scale: float) -> Tensor:
@@ -711,8 +747,8 @@ class GPT(nn.Module):
         self.smear_scale = nn.Parameter(torch.tensor(0.0)) if cfg.smear else None
         rope = rotary_table(cfg.seq_len, cfg.n_embd // cfg.n_head) if cfg.position == "rotary" else torch.empty(0)
         self.register_buffer("rope", rope, persistent=False)
-        self.kernel: Literal["sdpa", "varlen", "flex"] = "sdpa"  # of attention
-        self.most_documents: int | None = None  # in a batch, for the varlen kernels; None: they are counted
+        self.kernel: Kernel = "sdpa"
+        self.most_documents: int | None = None  # see attention_mask
         self.one_graph = False  # validate with the graphs of training: a forward without gradients would be compiled apart
         self._init_weights()
 
@@ -743,25 +779,9 @@ class GPT(nn.Module):
         return self.wte.weight if self.head is None else self.head.weight
 
     def attention_mask(self, idx_BT: Tensor) -> Any:
-        """What `attend` takes for these tokens. Training waits for the device in none of the forms."""
-        cfg, (B, T) = self.cfg, idx_BT.shape
+        """What `attend` takes for these tokens."""
         kernel = "sdpa" if self.kernel == "varlen" and self.dtype == torch.float32 else self.kernel  # it has no fp32
-        window = min(cfg.window or T, T)
-        if kernel == "sdpa" and window == T and not cfg.document_mask:
-            return None
-        starts_BT = (idx_BT == EOT) & cfg.document_mask
-        if kernel == "varlen":
-            most = int(starts_BT.sum()) if self.most_documents is None else self.most_documents
-            starts_BT[:, 0] = True
-            bounds = starts_BT.flatten().nonzero_static(size=most + B + 1, fill_value=B * T)
-            return Varlen(bounds.flatten().int(), T, window)
-        doc_BT = starts_BT.cumsum(1)
-        if kernel == "flex":
-            return flex_mask(doc_BT, window)
-        at = torch.arange(T, device=idx_BT.device)
-        ago_TT = at[:, None] - at
-        mask_TT = (ago_TT >= 0) & (ago_TT < window)
-        return (mask_TT & (doc_BT[:, :, None] == doc_BT[:, None, :])).unsqueeze(1) if cfg.document_mask else mask_TT
+        return attention_mask(self.cfg, kernel, idx_BT, self.most_documents)
 
     def hidden(self, idx_BT: Tensor) -> Tensor:
         """(B, T) token ids to the final normed residual stream (B, T, C) in the compute type."""
@@ -826,7 +846,7 @@ def flops_per_token(cfg: Config) -> int:
 
     T is at most the window. A document mask leaves out more, by the text, so that such runs state no MFU (`peak_flops`).
     """
-    return 6 * parameter_count(cfg)["matmul"] + 12 * cfg.n_layer * cfg.n_embd * min(cfg.seq_len, cfg.window or cfg.seq_len)
+    return 6 * parameter_count(cfg)["matmul"] + 12 * cfg.n_layer * cfg.n_embd * cfg.attended
 
 
 # ------------------------------------------------------------------------------------------------ loss
@@ -1355,8 +1375,7 @@ def load_run(run_dir: str | Path, device: str | torch.device = "cpu") -> tuple[G
         model.load_state_dict(load_file(path))
     except (SafetensorError, RuntimeError) as e:
         raise UserError(f"{path} does not fit its config: {str(e).splitlines()[0]}") from None
-    masked = cfg.document_mask or 0 < cfg.window < cfg.seq_len
-    if masked and torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8:
+    if cfg.masked and torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8:
         model.kernel = "varlen"  # a (T, T) mask would not fit for long rows
     return model.to(device).eval(), cfg
 
@@ -1448,7 +1467,7 @@ def activate_flash_attention(version: Literal["fa3", "fa4"]) -> None:
     attention.activate_flash_attention_impl(version.upper())
 
 
-def choose_attention(cfg: Config, device: torch.device) -> tuple[str, Literal["sdpa", "varlen", "flex"]]:
+def choose_attention(cfg: Config, device: torch.device) -> tuple[str, Kernel]:
     """Sets the attention backend by trying it, forward and backward, on a small call; returns the operator that really ran, and
     the kernel for GPT.
 
@@ -1456,9 +1475,8 @@ def choose_attention(cfg: Config, device: torch.device) -> tuple[str, Literal["s
     else FlashAttention-2, memory-efficient, math. Deterministic runs leave cuDNN out. With a document mask or a window
     FlashAttention takes its varlen form; cuDNN, memory-efficient and math take a (T, T) mask. Raises UserError.
     """
-    masked = cfg.document_mask or 0 < cfg.window < cfg.seq_len
     order = ["flash", "efficient", "math"] if device.type == "cuda" else ["flash", "math"]
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 and not cfg.deterministic and not masked:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 and not cfg.deterministic and not cfg.masked:
         order.insert(0, "cudnn")
     if cfg.attention in ("flex", "fa3", "fa4") and device.type != "cuda":
         why = " (FlexAttention has no backward on a CPU)" if cfg.attention == "flex" else ""
@@ -1470,6 +1488,8 @@ def choose_attention(cfg: Config, device: torch.device) -> tuple[str, Literal["s
     }  # fmt: skip
     tokens = torch.zeros(1, min(cfg.seq_len, 256), dtype=torch.int64, device=device)
     shape = (*tokens.shape, cfg.n_head, cfg.n_embd // cfg.n_head)
+    # A window that the small call feels, if the run has one.
+    small = dataclasses.replace(cfg, window=min(cfg.window, tokens.numel() // 2) if cfg.attended < cfg.seq_len else 0)
     for name in order if cfg.attention == "auto" else [cfg.attention]:
         # torch.compile's caches on disk do not look at these switches: a run with one backend was given the kernels that
         # an earlier run had compiled with another.
@@ -1482,13 +1502,11 @@ def choose_attention(cfg: Config, device: torch.device) -> tuple[str, Literal["s
         try:
             if name in ("fa3", "fa4"):
                 activate_flash_attention(name)  # type: ignore[arg-type]
-            window = min(cfg.window, tokens.numel() // 2) if cfg.window < cfg.seq_len else 0  # which the small call feels
-            with torch.device("meta"):
-                model = GPT(dataclasses.replace(cfg, n_layer=1, value_embeds=0, window=window))
-            model.kernel = "varlen" if masked and device.type == "cuda" and name in ("flash", "fa3", "fa4") else "sdpa"
+            varlen = cfg.masked and device.type == "cuda" and cfg.precision != "fp32" and name in ("flash", "fa3", "fa4")
+            kernel: Kernel = "varlen" if varlen else "sdpa"
             with _SeenOps() as seen:
-                attend(q, q, q, model.attention_mask(tokens), 1.0).sum().backward()
-            return seen.attention + (f" ({name})" if name in ("fa3", "fa4") else ""), model.kernel
+                attend(q, q, q, attention_mask(small, kernel, tokens, None), 1.0).sum().backward()
+            return seen.attention + (f" ({name})" if name in ("fa3", "fa4") else ""), kernel
         except (RuntimeError, ImportError, ValueError) as e:
             problem = str(e).splitlines()[0]
     raise UserError(f"--attention {cfg.attention} does not run here: {problem}")

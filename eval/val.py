@@ -103,7 +103,7 @@ def measure(
     tokens_N1: np.ndarray,
     seq_len: int,
     stride: int,
-    document_mask: bool | str,
+    document_mask: bool,
     dtype: str,
     batch_tokens: int = 0,
 ) -> Losses:
@@ -115,7 +115,7 @@ def measure(
     rank, ranks = world()
     count = len(tokens_N1) - 1
     segments = windows(count, seq_len, stride)
-    if document_mask and not net.cfg.document_mask:
+    if document_mask:
         segments = split_documents(segments, tokens_N1[:-1])
     batch_tokens = batch_tokens or (32_768 if device.type == "cuda" else 4_096)
     blocks = min(BLOCKS, count)
@@ -266,7 +266,7 @@ def make_plan(model: Model, args: argparse.Namespace) -> Plan:
     }
     if stride != seq_len:
         protocol["stride"] = stride
-    asked = (args.data, args.tokens, args.seq_len, args.stride, (args.document_mask and not cfg.document_mask) or None)
+    asked = (args.data, args.tokens, args.seq_len, args.stride, protocol["document_mask"] == "cut")
     own = result if result and result["val_loss"] is not None and not any(asked) else None
     if own and own["val_protocol"] != protocol and args.dtype == "auto":
         changed = [k for k in protocol if own["val_protocol"].get(k) != protocol[k]]
@@ -302,7 +302,7 @@ def run(args: argparse.Namespace) -> int:
         started = time.perf_counter()
         losses = measure(
             model.net, plan.tokens_N1, plan.protocol["seq_len"], plan.stride,
-            plan.protocol["document_mask"], plan.protocol["dtype"], plan.batch_tokens,
+            plan.protocol["document_mask"] == "cut", plan.protocol["dtype"], plan.batch_tokens,
         )  # fmt: skip
         seconds = time.perf_counter() - started
         main = common.is_main()

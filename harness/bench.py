@@ -99,9 +99,9 @@ class Bench:
     def checkpoint(self) -> dict[str, Any]:
         """What a save costs the loop, over eleven of them that never wait for one another; bytes, times, restoring."""
         run_dir = self.folder / "checkpoint"
-        # 80 steps take longer than a save is written (about 10 s for speedrun's 3 GB).
+        # 160 steps take longer than a save (about 16 s for 3 GB beside training: with 12 s between them each waited).
         command = [sys.executable, "-m", "harness", "checkpoints", str(run_dir), "--bench", "speedrun"]
-        command += ["--saves", "11", "--every", "80"]
+        command += ["--saves", "11", "--every", "160"]
         flags = f"--val-tokens 65536 --epochs 4 --batch-tokens 65536 --micro-batch 64 {self.flags}"
         self.process("checkpoint", [*command, "--", "--data", self.data, *shlex.split(flags)])
         return read_json(run_dir / "checkpoint-bench.json")

@@ -279,3 +279,12 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, shards: Path, 
         message = capsys.readouterr().err
         assert message.startswith("error: ") and message.count("\n") == 1
         assert not out.exists()
+
+
+def test_varlen_attention_is_counted_once_and_a_window_bounds_what_is_computed_again():
+    seen = ("aten::_scaled_dot_product_cudnn_attention", "torch_attn::_varlen_attn")
+    assert all(profile.ATTENTION.match(name) and not profile.ATTENTION.match(f"{name}_backward") for name in seen)
+    config = {"n_layer": 2, "n_embd": 8, "seq_len": 64, "recompute": "block", "attn_gate": False}
+    assert profile.recomputed_flops(config, 100) == 200 + 4 * 2 * 8 * 64
+    assert profile.recomputed_flops(config | {"window": 16}, 100) == 200 + 4 * 2 * 8 * 16
+    assert profile.recomputed_flops(config | {"window": 0}, 100) == profile.recomputed_flops(config | {"window": 99}, 100)
