@@ -1590,8 +1590,17 @@ METADATA_CLASSES = {
 }  # fmt: skip
 
 
+def _enum_member(kind: Any, name: str) -> enum.Enum:
+    """In the place of getattr, by which Python 3.11.0 to 3.11.3 pickle an enum's member."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
+        raise UserError(f"a checkpoint's .metadata asks for {name!r} of {kind!r}, which no checkpoint needs: it is not loaded")
+    return kind[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name not in METADATA_CLASSES.get(module, "").split():

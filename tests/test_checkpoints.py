@@ -215,6 +215,25 @@ def test_the_index_gets_no_class_that_it_does_not_need(name: str) -> None:
         t._MetadataUnpickler(io.BytesIO(call("torch.distributed.checkpoint.filesystem", name, "x"))).load()
 
 
+def test_an_enum_is_read_as_every_python_pickles_it_and_getattr_reads_nothing_else() -> None:
+    """Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) write a member as getattr(enum, name)."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    def getattr_of(module: str, kind: str, name: str) -> bytes:
+        return f"cbuiltins\ngetattr\n(c{module}\n{kind}\nV{name}\ntR.".encode()
+
+    metadata = "torch.distributed.checkpoint.metadata"
+    data = getattr_of(metadata, "_MEM_FORMAT_ENCODING", "TORCH_CONTIGUOUS_FORMAT")
+    assert pickle.loads(data) is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert t._MetadataUnpickler(io.BytesIO(data)).load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    for module, kind, name in (
+        (metadata, "_MEM_FORMAT_ENCODING", "__class__"), (metadata, "_MEM_FORMAT_ENCODING", "mro"),
+        (metadata, "Metadata", "__init__"), ("torch.serialization", "_get_layout", "__globals__"), ("os", "path", "join"),
+    ):  # fmt: skip
+        with pytest.raises(t.UserError, match="which no checkpoint needs"):
+            t._MetadataUnpickler(io.BytesIO(getattr_of(module, kind, name))).load()
+
+
 def test_the_index_of_every_dtype_is_read_as_pickle_reads_it(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 

@@ -283,8 +283,8 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, shards: Path, 
 
 def test_varlen_attention_is_counted_once_and_a_window_bounds_what_is_computed_again():
     seen = ("aten::_scaled_dot_product_cudnn_attention", "torch_attn::_varlen_attn")
-    assert all(profile.ATTENTION.match(name) and not profile.ATTENTION.match(f"{name}_backward") for name in seen)
+    assert all(p.ATTENTION.match(name) and not p.ATTENTION.match(f"{name}_backward") for name in seen)
     config = {"n_layer": 2, "n_embd": 8, "seq_len": 64, "recompute": "block", "attn_gate": False}
-    assert profile.recomputed_flops(config, 100) == 200 + 4 * 2 * 8 * 64
-    assert profile.recomputed_flops(config | {"window": 16}, 100) == 200 + 4 * 2 * 8 * 16
-    assert profile.recomputed_flops(config | {"window": 0}, 100) == profile.recomputed_flops(config | {"window": 99}, 100)
+    assert p.recomputed_flops(config, 100) == 200 + 4 * 2 * 8 * 64
+    assert p.recomputed_flops(config | {"window": 16}, 100) == 200 + 4 * 2 * 8 * 16
+    assert p.recomputed_flops(config | {"window": 0}, 100) == p.recomputed_flops(config | {"window": 99}, 100)
