@@ -123,6 +123,7 @@ class Config:
     activation: Literal["gelu", "relu2"] = opt("gelu", "GELU(tanh) or ReLU squared in the MLP")
     bias: bool = opt(True, "biases in linear layers")
     tied_head: bool = opt(True, "output head shares the token embedding")
+    tied_steps: int = opt(0, "first steps, in which an untied head and the token embedding are one weight, at --head-lr")
     qk_norm: bool = opt(False, "RMSNorm on queries and keys")
     zero_init: bool = opt(False, "projections back to the residual stream, and an untied head, start at zero")
     softcap: float = opt(0.0, "logits become c*tanh(logits/c); 0: off", high=80)  # exp(-c) must not vanish in fp32
@@ -229,7 +230,7 @@ RECIPES: dict[str, Config] = {
     "speedrun": Config(
         recipe="speedrun", n_head=6, position="rotary", norm="rms", activation="relu2", bias=False, tied_head=False,
         qk_norm=True, zero_init=True, softcap=15.0, attn_scale=0.12, x0_mix=True, value_embeds=3, unet_skip=True,
-        attn_gate=True, smear=True, key_offset=True,
+        attn_gate=True, smear=True, key_offset=True, tied_steps=4_000,
         optimizer="muon", muon_lr=0.03, muon_momentum_warmup=200, muon_beta2=0.95, muon_wd=0.1,
         lr=0.005, embed_lr=0.3, head_lr=0.005, scalar_lr=0.02, beta1=0.8, beta2=0.95, eps=1e-10, weight_decay=0.0, clip=0.0,
         schedule="linear", warmup_steps=0, warmdown_frac=0.6, final_lr_frac=0.05,
@@ -313,6 +314,8 @@ def check_config(cfg: Config) -> None:
         raise UserError(f"--head-precision {cfg.head_precision} needs --n-embd and --padded-vocab that are multiples of 16")
     if cfg.key_offset and cfg.position != "rotary":
         raise UserError(f"--key-offset needs --position rotary, not {cfg.position}; or leave it out by --key-offset false")
+    if cfg.tied_steps and cfg.tied_head:
+        raise UserError("--tied-steps is for a head of its own: give --tied-steps 0 or --tied-head false")
     if cfg.document_mask and cfg.vocab_size <= EOT:
         raise UserError(f"--document-mask needs a --vocab-size above {EOT}, the id that starts a document")
     if cfg.attention == "flex" and (cfg.seq_len % FLEX_BLOCK or cfg.compile == "off"):
@@ -721,6 +724,7 @@ def recomputing(forward: Callable[..., Tensor], how: str) -> Callable[..., Tenso
     return run
 
 
+TIED_STD = 0.005  # of an embedding that is the head as well, for small first logits; as an embedding it is normed at once
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -761,10 +765,12 @@ class GPT(nn.Module):
             if p.ndim < 2:
                 continue  # biases are zeroed below; norms, mixes and scalars have their own starting values
             residual = name.endswith("proj.weight")
-            if name.endswith("gate.weight") or (cfg.zero_init and (residual or name == "head.weight")):
+            if name == "head.weight" and cfg.tied_steps:
+                p.copy_(self.wte.weight)
+            elif name.endswith("gate.weight") or (cfg.zero_init and (residual or name == "head.weight")):
                 p.zero_()
             elif modern and name.startswith(("wte", "value_tables")):
-                p.normal_(generator=generator)
+                p.normal_(std=TIED_STD if cfg.tied_steps and name == "wte.weight" else 1.0, generator=generator)
             elif modern:
                 bound = 0.5 * 3**0.5 * cfg.n_embd**-0.5  # uniform of standard deviation 0.5/sqrt(C)
                 p.uniform_(-bound, bound, generator=generator)
@@ -1146,6 +1152,8 @@ class Optimizer:
             self.owner |= assign_owners({n: float(shape.numel() * min(shape[1:])) for n, shape in shapes.items()}, world)
         if self.reduces and cfg.parallel == "zero1":
             self.owner |= assign_owners({n: float(p.numel()) for n, p in self.params.items() if n not in shapes}, world)
+            if cfg.tied_steps:
+                self.owner["head.weight"] = self.owner["wte.weight"]  # who needs the gradients of both
         mine = [n for n in self.params if self.owner.get(n, rank) == rank]
         self.state_tensors: dict[str, Tensor] = {}
 
@@ -1171,10 +1179,10 @@ class Optimizer:
             p = self.params[name]
             matrix = p.ndim >= 2 and not name.endswith("gate.weight")
             lr = cfg.lr if matrix else cfg.scalar_lr
-            if name.startswith(("wte", "wpe", "value_tables")):
-                lr = cfg.embed_lr
-            elif name.startswith("head"):
+            if name == "head.weight" or (name == "wte.weight" and cfg.tied_steps):
                 lr = cfg.head_lr
+            elif name.startswith(("wte", "wpe", "value_tables")):
+                lr = cfg.embed_lr
             self.adam_groups.setdefault((lr, cfg.weight_decay if matrix else 0.0), []).append(name)
             self.state_tensors[f"step.{name}"] = torch.zeros((), dtype=torch.float32, device=p.device)
             for kind in ("exp_avg", "exp_avg_sq"):
@@ -1213,8 +1221,11 @@ class Optimizer:
                 work = dist.all_reduce(sent, async_op=True)
             self.works.append((work, sent, grad))
 
-    def finish_gradients(self, control: Tensor) -> Tensor:
-        """Completes the reductions. Returns the global gradient norm; adds up `control` (a small fp32 vector) over the ranks."""
+    def finish_gradients(self, control: Tensor, tied: bool = False) -> Tensor:
+        """Completes the reductions. Returns the global gradient norm; adds up `control` (a small fp32 vector) over the ranks.
+
+        tied: head and token embedding, which began as copies, both get the sum of their gradients, and so stay copies.
+        """
         if self.reduces:
             assert not self.waiting, "a parameter got no gradient"
             self.waiting = self.large.copy()
@@ -1230,6 +1241,9 @@ class Optimizer:
                 if sent is not grad:
                     grad.copy_(sent)
             self.works.clear()
+        if tied:
+            head, wte = (local(self.grad(n)) for n in ("head.weight", "wte.weight"))
+            wte.copy_(head.add_(wte))
         squares = torch.zeros((), device=control.device)
         for names, copies in self.norm_parts:
             if names:
@@ -2609,7 +2623,7 @@ class Trainer(Progress):
             # torch.full, not a copy from the host: a copy from pageable memory would wait for the device.
             flags = [torch.full((), float(wish), device=self.device) for wish in wishes]
             control = torch.stack([losses / cfg.batch_tokens, *flags])
-            norm = self.optimizer.finish_gradients(control)
+            norm = self.optimizer.finish_gradients(control, tied=self.step < cfg.tied_steps)
             grad_scale = None
             if self.scaler.is_enabled():
                 self.probe.grad = norm.clone()

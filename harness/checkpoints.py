@@ -1,19 +1,18 @@
-"""The checkpoints of a run: list, verify, prune, fetch back from a mirror, and measure what saving costs."""
+"""The checkpoints of a run: list, verify, prune, fetch back from a mirror, and tell what saving cost."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import shutil
 import statistics
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.common import UserError, launch_training, read_json, run_directory
-
-TRAINER_FLAGS = True  # after `--`, for --bench
+from harness.common import UserError, read_json, run_directory
 
 
 def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,26 +22,23 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     what.add_argument("--verify", action="store_true", help="hash every file; exit code 1 if one is bad")
     what.add_argument("--prune", action="store_true", help="remove all but the newest verified and the pinned ones")
     what.add_argument("--from", dest="source", metavar="URI", help="fetch the newest good one from this mirror")
-    what.add_argument(
-        "--bench", metavar="RECIPE", help="train this recipe into RUN and report what saving costs (flags after --)"
-    )
+    what.add_argument("--cost", action="store_true", help="how long its saves held up the training")
     parser.add_argument("--keep", type=int, default=2, help="verified checkpoints that --prune leaves (default 2)")
     parser.add_argument("--step", type=int, help="fetch this step, not the newest")
-    parser.add_argument("--saves", type=int, default=12, help="saves that --bench makes (default 12)")
-    parser.add_argument("--every", type=int, default=50, help="steps between them (default 50)")
-    parser.add_argument("--gpus", type=int, default=1, help="ranks of --bench")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.keep < 2:
         raise UserError(f"--keep {args.keep}: at least 2 verified checkpoints are kept, since the newest can be bad")
-    if args.bench:
-        return bench(Path(args.run), args)
     if args.source:
         return fetch(Path(args.run), args.source, args.step)
     run_dir = run_directory(args.run)
     if args.prune:
         return prune(run_dir, args.keep)
+    if args.cost:
+        for key, value in stalls([run_dir]).items():
+            print(f"{key:<24} {value:.4g}")
+        return 0
     return show(run_dir, args.verify)
 
 
@@ -159,47 +155,36 @@ def fetch(run_dir: Path, uri: str, step: int | None) -> int:
     raise UserError(f"{uri}: no checkpoint there is whole")
 
 
-def bench(run_dir: Path, args: argparse.Namespace) -> int:
-    """Trains with a save every so often, resumes once, and writes checkpoint-bench.json with stalls, times and bytes."""
-    if args.saves < 1 or args.every < 6:
-        raise UserError("--bench needs --saves of at least 1 and --every of at least 6: five steps after a save count as its own")
-    steps = args.every * (args.saves + 1)
-    flags = [
-        args.bench, "--run-dir", str(run_dir), "--checkpoint-every", str(args.every), "--max-steps", str(steps),
-        "--val-every", "0", *args.trainer_flags,
-    ]  # fmt: skip
-    for more in ([], ["--resume"]):
-        if code := launch_training([*flags, *more], args.gpus):
-            return code
-        if not more:
-            first = read_json(run_dir / "result.json")
-    restore_s = read_json(run_dir / "result.json")["checkpoints"]["restore_s"]
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    report = stalls([r for r in rows if r["kind"] == "train"]) | {
-        "device": first["device"], "world_size": first["world_size"], **first["checkpoints"], "restore_s": restore_s,
-    }  # fmt: skip
-    (run_dir / "checkpoint-bench.json").write_text(json.dumps({"schema": 1, **report}, indent=1) + "\n")
-    for key, value in report.items():
-        print(f"{key:<24} {value:.4g}" if isinstance(value, float) else f"{key:<24} {value}")
-    return 0
-
-
-def stalls(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What each save cost, from the train rows.
+def stalls(run_dirs: Sequence[Path]) -> dict[str, float]:
+    """What each save of these runs cost, from their train rows. Raises UserError where there is none.
 
     stall: the time blocked, and how much longer than usual the longer of the next two steps took (the host is a step ahead).
     stall_5_steps: the time blocked, and how much longer than usual the next five steps took together.
     wait: for the save before it, where saves come faster than they are written; in neither of them.
-    The usual step is the median of those with no save in the five steps before them; the first tenth is left out.
+    The usual step is the median of a run's steps with no save in the five steps before them; its first tenth is left out.
     """
-    rows = rows[len(rows) // 10 :]
-    saves = [i for i, row in enumerate(rows) if "save_ms" in row]
-    near = {j for i in saves for j in range(i, i + 5)}
-    usual = statistics.median(row["step_ms"] for i, row in enumerate(rows) if i not in near)
-    cost = [rows[i]["save_ms"] + max(r["step_ms"] for r in rows[i : i + 2]) - usual for i in saves]
-    wide = [rows[i]["save_ms"] + sum(r["step_ms"] - usual for r in rows[i : i + 5]) for i in saves]
+    from train_gpt2 import read_metrics  # torch comes with it
+
+    found: dict[str, list[float]] = {name: [] for name in ("usual", "blocked", "stall", "five", "wait")}
+    for run_dir in run_dirs:
+        rows = read_metrics(run_dir)["train"]
+        rows = rows[len(rows) // 10 :]
+        saves = [i for i, row in enumerate(rows) if "save_ms" in row]
+        near = {j for i in saves for j in range(i, i + 5)}
+        usual = statistics.median([row["step_ms"] for i, row in enumerate(rows) if i not in near] or [math.nan])
+        for i in saves:
+            blocked, longer = rows[i]["save_ms"], [row["step_ms"] - usual for row in rows[i : i + 5]]
+            found["usual"].append(usual)
+            found["blocked"].append(blocked)
+            found["stall"].append(blocked + max(longer[:2]))
+            found["five"].append(blocked + sum(longer))
+            found["wait"].append(rows[i].get("save_wait_ms", 0.0))
+    if not found["stall"]:
+        raise UserError(f"{', '.join(map(str, run_dirs))}: no step that followed a save, after the first tenth of the steps")
+    median = {name: statistics.median(values) for name, values in found.items()}
     return {
-        "stalls": len(cost), "median_step_ms": usual, "median_stall_ms": statistics.median(cost), "max_stall_ms": max(cost),
-        "median_stall_in_steps": statistics.median(cost) / usual, "median_stall_5_steps_ms": statistics.median(wide),
-        "median_wait_ms": statistics.median(rows[i].get("save_wait_ms", 0.0) for i in saves),
+        "stalls": len(found["stall"]), "median_step_ms": median["usual"], "median_blocked_ms": median["blocked"],
+        "median_stall_ms": median["stall"], "max_stall_ms": max(found["stall"]),
+        "median_stall_in_steps": statistics.median(s / u for s, u in zip(found["stall"], found["usual"])),
+        "median_stall_5_steps_ms": median["five"], "median_wait_ms": median["wait"],
     }  # fmt: skip

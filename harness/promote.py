@@ -79,6 +79,7 @@ CANDIDATES: dict[str, Candidate] = {
         _c("fa4-attention", "--attention fa4", "throughput", "compute", 0.01, ORDER, "--attention cudnn"),
         _c("flex-attention", "--attention flex", "throughput", "compute", 0.01, ORDER, "--attention cudnn"),
         _c("key-offset", "--key-offset true", "time_to_loss", "", 0.01, MODEL, "--key-offset false"),
+        _c("tied-steps", "--tied-steps 4000", "time_to_loss", "", 0.01, MODEL, "--tied-steps 0"),
         _c("compile", "--compile on", "throughput", "memory launch", 0.01, ORDER, "--compile off"),
         _c(
             "max-autotune", "--compile on --compile-mode max-autotune-no-cudagraphs", "throughput", "compute memory", 0.01, ORDER,
@@ -115,7 +116,7 @@ SEVERAL: dict[str, Candidate] = {
 NAMES = (*CANDIDATES, *(f"{name}-N" for name in SEVERAL))
 
 # Those of "h200" share runs: with these flags the bare recipe is the candidate of four and the control of the last two.
-# Those of "kernels" too: it is the control of the first three and the candidate of key-offset.
+# Those of "kernels" too: it is the candidate of the first two and the control of the last three.
 # Those of "devices" run on --gpus N, and share the run of `owner`.
 SUITES: dict[str, tuple[tuple[str, ...], str]] = {
     "h200": (
@@ -123,7 +124,7 @@ SUITES: dict[str, tuple[tuple[str, ...], str]] = {
         "--attention cudnn --compile on",
     ),
     "kernels": (
-        ("fa4-attention", "flex-attention", "max-autotune", "key-offset", "fp8-rows-head"),
+        ("key-offset", "tied-steps", "fp8-rows-head", "flex-attention", "fa4-attention", "max-autotune"),
         "--attention cudnn --compile on",
     ),
     "devices": (("owner-over-ddp-N", "zero1-N", "fsdp2-N"), ""),

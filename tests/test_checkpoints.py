@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import pickle
@@ -563,22 +564,30 @@ def test_a_run_comes_back_from_its_mirror(tmp_path: Path, capsys: pytest.Capture
     assert command(str(tmp_path / "other"), "--from", str(tmp_path / "nowhere")) == 2 and not (tmp_path / "other").exists()
 
 
-def test_stalls_are_counted_against_the_usual_step() -> None:
+def test_stalls_are_counted_against_the_usual_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from harness.checkpoints import stalls
 
-    rows = [{"kind": "train", "step": i, "step_ms": 100.0} for i in range(1, 101)]
-    for step, blocked, longer in ((30, 5.0, 40.0), (60, 7.0, 20.0), (90, 6.0, 60.0)):
-        rows[step] |= {"save_ms": blocked, "save_wait_ms": 3.0}
-        rows[step]["step_ms"] += 10
-        rows[step + 1]["step_ms"] += longer
-        rows[step + 3]["step_ms"] += 500
-    report = stalls(rows)
-    assert report["median_wait_ms"] == 3
+    for name, usual in (("a", 100.0), ("b", 50.0)):
+        rows = [{"kind": "train", "step": i, "step_ms": usual} for i in range(1, 101)]
+        for step, blocked, longer in ((30, 5.0, 40.0), (60, 7.0, 20.0), (90, 6.0, 60.0)):
+            rows[step] |= {"save_ms": blocked, "save_wait_ms": 3.0}
+            rows[step]["step_ms"] += 10
+            rows[step + 1]["step_ms"] += longer
+            rows[step + 3]["step_ms"] += 500
+        rows[5]["save_ms"] = 1000.0  # in the first tenth
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = stalls([tmp_path / "a"])
     assert report["stalls"] == 3 and report["median_step_ms"] == 100
+    assert report["median_blocked_ms"] == 6 and report["median_wait_ms"] == 3
     assert report["median_stall_ms"] == 45 and report["max_stall_ms"] == 66
     assert report["median_stall_5_steps_ms"] == 555
-    for bad in (["--saves", "0"], ["--every", "5"]):
-        assert command("x", "--bench", "sample", *bad) == 2
+    both = stalls([tmp_path / "a", tmp_path / "b"])
+    assert both["stalls"] == 6 and both["median_stall_in_steps"] == pytest.approx((0.66 + 0.54) / 2)
+    (tmp_path / "a" / "config.json").write_text("{}")
+    assert command(str(tmp_path / "a"), "--cost") == 0 and "median_stall_ms          45" in capsys.readouterr().out
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
+    assert command(str(tmp_path / "a"), "--cost") == 2 and "no step that followed a save" in capsys.readouterr().err
 
 
 def test_waiting_for_the_save_before_is_told_apart_from_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,10 +226,10 @@ def built(cfg: Config) -> tuple[GPT, Optimizer]:
 def adam_settings(name: str, p: Tensor, cfg: Config) -> tuple[float, float]:
     """Learning rate and weight decay that a parameter outside Muon must get, by what it is."""
     matrix = p.ndim == 2 and "gate" not in name
-    if name.split(".")[0] in ("wte", "wpe", "value_tables"):
-        lr = cfg.embed_lr
-    elif name == "head.weight":
+    if name == "head.weight" or (name == "wte.weight" and cfg.tied_steps):
         lr = cfg.head_lr
+    elif name.split(".")[0] in ("wte", "wpe", "value_tables"):
+        lr = cfg.embed_lr
     else:
         lr = cfg.lr if matrix else cfg.scalar_lr
     return lr, cfg.weight_decay if matrix else 0.0
@@ -372,6 +372,32 @@ def test_state_names_every_parameter_once(recipe: str) -> None:
     for n, p in names.items():
         if train_gpt2.is_muon(n, cfg):
             torch.testing.assert_close(optimizer.state()[f"momentum.{n}"], (1 - 0.9) * p.grad, rtol=1e-4, atol=1e-6)  # type: ignore[operator]
+
+
+def test_tied_steps_are_those_of_a_model_with_one_weight() -> None:
+    """Against a model whose head is its embedding: autograd adds up the gradients there. Later the two go apart."""
+    apart = dataclasses.replace(CONFIGS["speedrun"], tied_steps=4, x0_mix=False)
+    one = dataclasses.replace(apart, tied_head=True, tied_steps=0, embed_lr=apart.head_lr)
+    apart = dataclasses.replace(apart, embed_lr=apart.head_lr)  # of the value embeddings, which are no part of this
+    models = [GPT(cfg) for cfg in (apart, one)]
+    assert torch.equal(models[0].head_weight, models[0].wte.weight) and models[0].head_weight is not models[0].wte.weight
+    assert models[0].wte.weight.std().item() == pytest.approx(0.005, rel=0.1)
+    models[1].load_state_dict({k: v for k, v in models[0].state_dict().items() if k != "head.weight"})
+    optimizers = [Optimizer(model, model.cfg, 0, 1, compiled=False) for model in models]
+    idx, targets = torch.randint(50, (2, 4, 16), generator=torch.Generator().manual_seed(5)).unbind()
+    losses: list[list[float]] = [[], []]
+    for step in range(6):
+        for model, optimizer, seen in zip(models, optimizers, losses):
+            loss = model(idx, targets) / targets.numel()
+            loss.backward()
+            optimizer.finish_gradients(torch.zeros(1), tied=step < model.cfg.tied_steps)
+            optimizer.step(1.0, 0.9, None, NO)
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        tied = torch.equal(models[0].head_weight, models[0].wte.weight)
+        assert tied == (step < 4)
+    assert losses[0][:5] == pytest.approx(losses[1][:5], abs=2e-4) and losses[0][0] - losses[0][4] > 0.1
+    assert abs(losses[0][5] - losses[1][5]) > 1e-3
 
 
 def test_gradient_norm_is_that_of_all_gradients() -> None:

@@ -31,7 +31,7 @@ WIDE = {"n_embd": 160, "n_head": 2, "vocab_size": 500, "padded_vocab": 512, "max
 PATIENCE = 400.0  # seconds for all jobs; on two free cores they take about 30
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("gpt2", {"lr": 0.003, "embed_lr": 0.003, "warmup_steps": 2, "clip": 0.5}),
-    "muon": ("sample", {"value_embeds": 1, "muon_momentum_warmup": 3}),
+    "muon": ("sample", {"value_embeds": 1, "muon_momentum_warmup": 3, "tied_steps": 4}),
 }
 MODES = ("ddp", "owner", "zero1", "fsdp2", "fsdp3")
 CASES = [(mode, world) for mode in MODES for world in (2, 4) if (mode, world) != ("fsdp2", 4)]
