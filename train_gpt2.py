@@ -123,7 +123,6 @@ class Config:
     activation: Literal["gelu", "relu2"] = opt("gelu", "GELU(tanh) or ReLU squared in the MLP")
     bias: bool = opt(True, "biases in linear layers")
     tied_head: bool = opt(True, "output head shares the token embedding")
-    tied_steps: int = opt(0, "first steps, in which an untied head and the token embedding are one weight, at --head-lr")
     qk_norm: bool = opt(False, "RMSNorm on queries and keys")
     zero_init: bool = opt(False, "projections back to the residual stream, and an untied head, start at zero")
     softcap: float = opt(0.0, "logits become c*tanh(logits/c); 0: off", high=80)  # exp(-c) must not vanish in fp32
@@ -148,6 +147,7 @@ class Config:
     lr: float = opt(6e-4, "AdamW learning rate of matrices outside Muon")
     embed_lr: float = opt(6e-4, "AdamW learning rate of embeddings")
     head_lr: float = opt(6e-4, "AdamW learning rate of an untied head")
+    tied_steps: int = opt(0, "first steps, in which an untied head and the token embedding are one weight, at --head-lr")
     scalar_lr: float = opt(6e-4, "AdamW learning rate of biases, norms, gates and scalars")
     beta1: float = opt(0.9, "AdamW beta1", high=BELOW_1)
     beta2: float = opt(0.95, "AdamW beta2", high=BELOW_1)
@@ -1243,7 +1243,8 @@ class Optimizer:
             self.works.clear()
         if tied:
             head, wte = (local(self.grad(n)) for n in ("head.weight", "wte.weight"))
-            wte.copy_(head.add_(wte))
+            wte.add_(head)
+            head.zero_()  # one weight counts once in the norm
         squares = torch.zeros((), device=control.device)
         for names, copies in self.norm_parts:
             if names:
@@ -1253,6 +1254,8 @@ class Optimizer:
         if self.world > 1:
             dist.all_reduce(packed)
         control.copy_(packed[:-1])
+        if tied:
+            head.copy_(wte)
         return packed[-1].sqrt()
 
     @torch.no_grad()

@@ -148,8 +148,19 @@ def test_logged_loss_is_the_mean_over_the_tokens_of_the_step(shards: Path, tmp_p
     model.zero_grad()
     ids = torch.from_numpy(tokens[:129].astype(np.int64))
     F.cross_entropy(model.logits(ids[:-1].view(8, 16)).flatten(0, 1), ids[1:]).backward()
+    if recipe == "speedrun":  # begins with head and embedding as one weight, which counts once
+        assert model.head is not None and model.head.weight.grad is not None and model.wte.weight.grad is not None
+        model.wte.weight.grad += model.head.weight.grad
+        model.head.weight.grad = None
     norm = math.sqrt(sum((p.grad.double() ** 2).sum().item() for p in model.parameters() if p.grad is not None))
     assert rows(tmp_path / "run", "train")[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_head_and_embedding_go_apart_after_the_tied_steps(shards: Path, tmp_path: Path, steps: int) -> None:
+    assert main(flags("sample", shards, tmp_path / "run", max_steps=3, tied_steps=steps)) == Exit.OK
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    assert torch.equal(weights["wte.weight"], weights["head.weight"]) == (steps == 3)
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "sample"])
