@@ -124,7 +124,7 @@ class Config:
     bias: bool = opt(True, "biases in linear layers")
     tied_head: bool = opt(True, "output head shares the token embedding")
     qk_norm: bool = opt(False, "RMSNorm on queries and keys")
-    zero_init: bool = opt(False, "projections back to the residual stream, and an untied head, start at zero")
+    zero_init: bool = opt(False, "projections back to the residual stream, and a head that is never tied, start at zero")
     softcap: float = opt(0.0, "logits become c*tanh(logits/c); 0: off", high=80)  # exp(-c) must not vanish in fp32
     attn_scale: float = opt(0.0, "scale of attention scores; 0: 1/sqrt(head width)")
     x0_mix: bool = opt(False, "every block sees a learned mix of its input and the token embedding")
@@ -145,9 +145,9 @@ class Config:
     muon_beta2: float = opt(0.0, "NorMuon: decay of the per-row second moment; 0: plain Muon", high=BELOW_1)
     muon_wd: float = opt(0.0, "cautious weight decay of Muon: only where it agrees with the update; times lr")
     lr: float = opt(6e-4, "AdamW learning rate of matrices outside Muon")
-    embed_lr: float = opt(6e-4, "AdamW learning rate of embeddings")
+    embed_lr: float = opt(6e-4, "AdamW learning rate of embeddings; with --tied-steps not of the tokens' own")
     head_lr: float = opt(6e-4, "AdamW learning rate of an untied head")
-    tied_steps: int = opt(0, "first steps, in which an untied head and the token embedding are one weight, at --head-lr")
+    tied_steps: int = opt(0, "first steps, in which an untied head and the token embedding are one weight; both keep --head-lr")
     scalar_lr: float = opt(6e-4, "AdamW learning rate of biases, norms, gates and scalars")
     beta1: float = opt(0.9, "AdamW beta1", high=BELOW_1)
     beta2: float = opt(0.95, "AdamW beta2", high=BELOW_1)
@@ -315,7 +315,7 @@ def check_config(cfg: Config) -> None:
     if cfg.key_offset and cfg.position != "rotary":
         raise UserError(f"--key-offset needs --position rotary, not {cfg.position}; or leave it out by --key-offset false")
     if cfg.tied_steps and cfg.tied_head:
-        raise UserError("--tied-steps is for a head of its own: give --tied-steps 0 or --tied-head false")
+        raise UserError(f"--tied-steps {cfg.tied_steps} is for a head of its own: add --tied-steps 0 or --tied-head false")
     if cfg.document_mask and cfg.vocab_size <= EOT:
         raise UserError(f"--document-mask needs a --vocab-size above {EOT}, the id that starts a document")
     if cfg.attention == "flex" and (cfg.seq_len % FLEX_BLOCK or cfg.compile == "off"):
@@ -724,7 +724,7 @@ def recomputing(forward: Callable[..., Tensor], how: str) -> Callable[..., Tenso
     return run
 
 
-TIED_STD = 0.005  # of an embedding that is the head as well, for small first logits; as an embedding it is normed at once
+TIED_STD = 0.005  # of an embedding that is the head as well, for small first logits; blocks see it normed
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 

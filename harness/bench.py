@@ -27,8 +27,8 @@ from harness.baseline import Run, read_run
 from harness.checkpoints import stalls
 from harness.common import SCHEMA, TRAINER, UserError, read_json
 
-# A short speedrun on 75M tokens. 185 steps take 24 s, longer than a save of 3 GB beside training (18 s were too short), so that
-# none waits for the one before.
+# A short speedrun on 75M tokens. Between saves: 185 steps and one or two validations, 25 s and more; a save beside training took
+# up to 24 s.
 SPEEDRUN_FLAGS = (
     "--batch-tokens 65536 --micro-batch 64 --max-steps 1150 --val-every 115 --val-tokens 1835008 --epochs 2 "
     "--muon-lr 0.02 --muon-momentum-warmup 300 --head-lr 0.01 --beta1 0.65 --checkpoint-every 185"

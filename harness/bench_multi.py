@@ -36,7 +36,8 @@ RECIPES = ("gpt2", "speedrun")
 # declare for sums in another order; the loss of one batch is noisier than a validation. First bounds, not yet measured.
 TOLERANCE = {"fp32": (1e-3, 1e-3), "bf16": (0.03, 0.01), "fp16": (0.03, 0.01)}
 SAME_SUM = 1e-9  # relative: an evaluation's batches are the same on any ranks, only their float64 sums are ordered otherwise
-CURVE = f"{SPEEDRUN_FLAGS} --max-steps 192 --val-every 64"
+WHOLE = f"{SPEEDRUN_FLAGS} --checkpoint-every 0"  # on several devices its saves would wait for one another
+CURVE = f"{WHOLE} --max-steps 192 --val-every 64"
 FAULT = f"{SHORT} --max-steps 160"
 EVALUATED = f"{SHORT} --max-steps 24"
 HUNG = 300.0  # seconds beyond --comm-timeout after which a job with a killed rank is given up
@@ -106,7 +107,7 @@ class Multi:
         """Every command line and what it needs of the data, before anything starts. Raises UserError."""
         from train_gpt2 import check_data, grad_accum_steps, parse_args
 
-        sizes = {"curve": (CURVE, SPEEDRUN_FLAGS), "fault": (FAULT,), "evaluation": (EVALUATED,)}
+        sizes = {"curve": (CURVE, WHOLE), "fault": (FAULT,), "evaluation": (EVALUATED,)}
         whole = [(parse_args(self.argv("speedrun", text)), self.most) for item in items for text in sizes.get(item, ())]
         # Profiles and promotions take as many passes over the data as they need.
         free = [(self.argv("speedrun"), self.most), *(self.points().values() if "scaling" in items else ())]
@@ -203,7 +204,7 @@ class Multi:
         one, many = (self.train(f"curve-{n}", self.argv("speedrun", CURVE), n) for n in (1, self.most))
         train, val = (compare(a, b, key) for a, b, key in ((one.train, many.train, "loss"), (one.val, many.val, "val_loss")))
         limits = TOLERANCE[one.config["precision"]]
-        whole = self.train(f"target-{self.most}", self.argv("speedrun", SPEEDRUN_FLAGS), self.most)
+        whole = self.train(f"target-{self.most}", self.argv("speedrun", WHOLE), self.most)
         seconds, lowest = gates.seconds_to(whole, self.target), min(row["val_loss"] for row in whole.val)
         reached = f"after {seconds:.1f} s" if seconds is not None else f"not reached ({lowest:.4f})"
         return {

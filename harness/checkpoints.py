@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shutil
 import statistics
@@ -171,7 +170,10 @@ def stalls(run_dirs: Sequence[Path]) -> dict[str, float]:
         rows = rows[len(rows) // 10 :]
         saves = [i for i, row in enumerate(rows) if "save_ms" in row]
         near = {j for i in saves for j in range(i, i + 5)}
-        usual = statistics.median([row["step_ms"] for i, row in enumerate(rows) if i not in near] or [math.nan])
+        others = [row["step_ms"] for i, row in enumerate(rows) if i not in near]
+        if saves and not others:
+            raise UserError(f"{run_dir}: with a save every five steps or fewer no step is a usual one to compare with")
+        usual = statistics.median(others) if others else 0.0
         for i in saves:
             blocked, longer = rows[i]["save_ms"], [row["step_ms"] - usual for row in rows[i : i + 5]]
             found["usual"].append(usual)

@@ -195,6 +195,8 @@ def test_masks_are_refused_where_they_cannot_work(tmp_path: Path) -> None:
         parse_args(["speedrun", "--head-precision", "fp8-rows", "--n-embd", "24", "--n-head", "2"])
     with pytest.raises(UserError, match="key-offset needs --position rotary"):
         parse_args(["gpt2", "--key-offset"])
+    with pytest.raises(UserError, match="--tied-steps 4000 is for a head of its own: add --tied-steps 0"):
+        parse_args(["speedrun", "--tied-head"])
     with pytest.raises(UserError, match="document-mask needs a --vocab-size above 50256"):
         parse_args(["speedrun", "--document-mask", "--vocab-size", "50256"])
 

@@ -586,6 +586,9 @@ def test_stalls_are_counted_against_the_usual_step(tmp_path: Path, capsys: pytes
     assert both["stalls"] == 6 and both["median_stall_in_steps"] == pytest.approx((0.66 + 0.54) / 2)
     (tmp_path / "a" / "config.json").write_text("{}")
     assert command(str(tmp_path / "a"), "--cost") == 0 and "median_stall_ms          45" in capsys.readouterr().out
+    often = [{"kind": "train", "step": i, "step_ms": 1.0, "save_ms": 1.0} for i in range(1, 101, 3)]
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in often))
+    assert command(str(tmp_path / "a"), "--cost") == 2 and "no step is a usual one" in capsys.readouterr().err
     (tmp_path / "a" / "metrics.jsonl").write_text("")
     assert command(str(tmp_path / "a"), "--cost") == 2 and "no step that followed a save" in capsys.readouterr().err
 
