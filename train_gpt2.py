@@ -1358,10 +1358,12 @@ def read_metrics(run_dir: str | Path) -> dict[str, list[dict[str, Any]]]:
     """
     rows: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "val": {}}
     path = Path(run_dir) / "metrics.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
         except ValueError:
+            continue
+        if not isinstance(row, dict):
             continue
         if row["kind"] == "resume":
             rows = {kind: {s: r for s, r in by_step.items() if s <= row["step"]} for kind, by_step in rows.items()}

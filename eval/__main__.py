@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return args.run(args)
+    except BrokenPipeError:  # `... | head`: nobody reads on, which is no error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (UserError, OSError) as error:
         line = str(error) if isinstance(error, UserError) else f"{error.filename or 'disk'}: {error.strerror}"
         if os.environ.get("RANK", "0") == "0":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from eval import common, stats
-from train_gpt2 import UserError, read_json, read_metrics
+from train_gpt2 import Config, UserError, read_json, read_metrics
 
 METRICS = ("acc", "acc_norm", "acc_bytes")
 
@@ -155,7 +156,8 @@ def draw(a: Path, b: Path, rows: list[dict[str, Any]], path: Path) -> list[Path]
 def compare(a: Path, b: Path) -> dict[str, Any]:
     """All that can be compared of two runs; raises UserError where a directory is no ended run."""
     runs = [read_run(a), read_run(b)]
-    configs = [run["config"]["config"] for run in runs]
+    neutral = dataclasses.asdict(Config())  # a field that a run lacks is younger than it and meant the default
+    configs = [neutral | run["config"]["config"] for run in runs]
     changed = {
         k: [configs[0].get(k), configs[1].get(k)]
         for k in sorted(configs[0].keys() | configs[1].keys())

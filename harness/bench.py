@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -65,9 +66,15 @@ class Bench:
 
     def speedrun(self) -> dict[str, Any]:
         """Seconds of training to the target loss (between validations by a straight line), final loss, tokens/s, per seed."""
-        runs = []
+        runs: list[dict[str, Any]] = []
+        errors = {}
         for seed in self.seeds:
-            run = self.train(f"speedrun-{seed}", "speedrun", f"{self.speedrun_flags} --seed {seed}")
+            try:
+                run = self.train(f"speedrun-{seed}", "speedrun", f"{self.speedrun_flags} --seed {seed}")
+            except RuntimeError as error:  # the other seeds' figures stand
+                errors["error"] = str(error)
+                say(f"  seed {seed} FAILED: {error}")
+                continue
             kept = "val_loss train_seconds tokens tokens_per_s mfu peak_mem_bytes startup_seconds".split()
             runs.append({"seed": seed, **{key: run.result[key] for key in kept}})
             runs[-1] |= {"target": self.target, "seconds_to_target": gates.seconds_to(run, self.target)}
@@ -75,7 +82,8 @@ class Bench:
             reached = runs[-1]["seconds_to_target"]
             said = f"{self.target:g} after {reached:.1f} s" if reached is not None else f"{self.target:g} not reached"
             say(f"  seed {seed}: val loss {run.val_loss:.4f} after {run.result['train_seconds']:.1f} s of training; {said}")
-        return {"runs": runs, **spread(("val_loss", "seconds_to_target", "tokens_per_s", "train_seconds"), runs)}
+        figures = ("val_loss", "seconds_to_target", "tokens_per_s", "train_seconds")
+        return {"runs": runs, **(spread(figures, runs) if runs else {}), **errors}
 
     def gpt2(self) -> dict[str, Any]:
         """Tokens/s of the control recipe over a short steady window, once for each seed."""
@@ -100,17 +108,19 @@ class Bench:
 
     def checkpoint(self) -> dict[str, Any]:
         """What the saves of the speedrun item cost its loop, and seconds and bytes of a save and of a resume."""
-        run_dir = self.newest()
-        saved = read_json(run_dir / "result.json")["checkpoints"]
-        report = stalls(sorted(self.folder.glob("speedrun-*")))
+        run_dir = self.finished()[-1]
+        # Resumed as a copy, since the run's own figures are to stand; a checkpoint's files never change, so links will do.
+        shutil.copytree(run_dir / "checkpoints", self.folder / "restore" / "checkpoints", copy_function=os.link)
         seed = run_dir.name.removeprefix("speedrun-")
-        resumed = self.train(run_dir.name, "speedrun", f"{self.speedrun_flags} --seed {seed} --resume newest")
-        return {**report, **saved, "restore_s": resumed.result["checkpoints"]["restore_s"]}
+        resumed = self.train("restore", "speedrun", f"{self.speedrun_flags} --seed {seed} --resume newest")
+        saved = read_json(run_dir / "result.json")["checkpoints"]
+        return {**stalls(self.finished()), **saved, "restore_s": resumed.result["checkpoints"]["restore_s"]}
 
     def hellaswag(self) -> dict[str, Any]:
-        """Wall seconds of the full HellaSwag validation set on the newest speedrun model."""
+        """Wall seconds of the full HellaSwag validation set on the last speedrun model."""
         began = time.perf_counter()
-        said = self.process("hellaswag", [sys.executable, "-m", "eval", "hellaswag", str(self.newest()), *self.hellaswag_flags])
+        command = [sys.executable, "-m", "eval", "hellaswag", str(self.finished()[-1]), *self.hellaswag_flags]
+        said = self.process("hellaswag", command)
         return {"wall_seconds": time.perf_counter() - began, "output": said.strip().splitlines()[-6:]}
 
     def val(self) -> dict[str, Any]:
@@ -125,11 +135,13 @@ class Bench:
             run = self.train("val", "speedrun", f"{flags} --batch-tokens 65536", data=folder)
         return {"seconds": run.val[-1]["val_s"], "tokens": run.result["val_protocol"]["tokens"]}
 
-    def newest(self) -> Path:
-        runs = [r for r in self.folder.glob("speedrun-*") if (r / "model.safetensors").exists()]
-        if not runs:
-            raise RuntimeError("needs a finished speedrun item")
-        return max(runs, key=lambda r: r.stat().st_mtime)
+    def finished(self) -> list[Path]:
+        """The speedrun item's runs that came to their end, in the order of the seeds. Raises RuntimeError if there is none."""
+        runs = [self.folder / f"speedrun-{seed}" for seed in self.seeds]
+        ends = [r for r in runs if (r / "result.json").exists() and read_json(r / "result.json")["exit_reason"] == "finished"]
+        if not ends:
+            raise RuntimeError("needs a finished run of the speedrun item")
+        return ends
 
 
 def spread(keys: Sequence[str], runs: Sequence[dict[str, Any]]) -> dict[str, float | None]:
@@ -192,12 +204,18 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--only {unknown[0]}: choose from {', '.join(ITEMS)}")
     if args.folder.is_dir() and any(args.folder.iterdir()):
         raise UserError(f"{args.folder} is not empty; choose another --folder")
+    for item in {"checkpoint", "hellaswag"} & set(items):
+        if "speedrun" not in items[: items.index(item)]:
+            raise UserError(f"--only {args.only}: {item} reads the runs of speedrun, which must come before it")
     from train_gpt2 import find_shards, parse_args, write_atomic
 
     try:
         seeds = [int(s) for s in args.seeds.split(",")]
-        for flags in (SHORT, args.speedrun_flags):
-            parse_args(["speedrun", *shlex.split(f"{flags} {args.flags}")])
+        parse_args(["speedrun", *shlex.split(f"{SHORT} {args.flags}")])
+        for seed in seeds:
+            cfg = parse_args(["speedrun", *shlex.split(f"{args.speedrun_flags} --seed {seed} {args.flags}")])
+        if "checkpoint" in items and cfg.checkpoint_every == "0":
+            raise UserError("the checkpoint item needs saves: give --checkpoint-every")
         shlex.split(args.hellaswag)
     except ValueError as error:  # a UserError is one
         raise UserError(f"--seeds, --flags, --speedrun-flags or --hellaswag: {error}") from None

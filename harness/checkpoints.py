@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import statistics
@@ -160,21 +161,21 @@ def stalls(run_dirs: Sequence[Path]) -> dict[str, float]:
     stall: the time blocked, and how much longer than usual the longer of the next two steps took (the host is a step ahead).
     stall_5_steps: the time blocked, and how much longer than usual the next five steps took together.
     wait: for the save before it, where saves come faster than they are written; in neither of them.
-    The usual step is the median of a run's steps with no save in the five steps before them; its first tenth is left out.
+    The usual step is the median of a run's steps with no save in the five steps before them. Left out are the first tenth of a
+    run, at least three steps, and a save with fewer than five steps after it.
     """
     from train_gpt2 import read_metrics  # torch comes with it
 
     found: dict[str, list[float]] = {name: [] for name in ("usual", "blocked", "stall", "five", "wait")}
     for run_dir in run_dirs:
         rows = read_metrics(run_dir)["train"]
-        rows = rows[len(rows) // 10 :]
+        rows = rows[max(3, len(rows) // 10) :]
         saves = [i for i, row in enumerate(rows) if "save_ms" in row]
+        if any(b - a < 6 for a, b in itertools.pairwise(saves)):
+            raise UserError(f"{run_dir}: saves fewer than six steps apart; five steps after a save count as its own")
         near = {j for i in saves for j in range(i, i + 5)}
-        others = [row["step_ms"] for i, row in enumerate(rows) if i not in near]
-        if saves and not others:
-            raise UserError(f"{run_dir}: with a save every five steps or fewer no step is a usual one to compare with")
-        usual = statistics.median(others) if others else 0.0
-        for i in saves:
+        usual = statistics.median([row["step_ms"] for i, row in enumerate(rows) if i not in near] or [0.0])
+        for i in (i for i in saves if i + 5 <= len(rows)):
             blocked, longer = rows[i]["save_ms"], [row["step_ms"] - usual for row in rows[i : i + 5]]
             found["usual"].append(usual)
             found["blocked"].append(blocked)
@@ -182,7 +183,8 @@ def stalls(run_dirs: Sequence[Path]) -> dict[str, float]:
             found["five"].append(blocked + sum(longer))
             found["wait"].append(rows[i].get("save_wait_ms", 0.0))
     if not found["stall"]:
-        raise UserError(f"{', '.join(map(str, run_dirs))}: no step that followed a save, after the first tenth of the steps")
+        names = ", ".join(map(str, run_dirs))
+        raise UserError(f"{names}: no save with five steps after it, the first tenth of the steps left out")
     median = {name: statistics.median(values) for name, values in found.items()}
     return {
         "stalls": len(found["stall"]), "median_step_ms": median["usual"], "median_blocked_ms": median["blocked"],

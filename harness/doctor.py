@@ -922,7 +922,7 @@ def load_config(what: str | None, flags: list[str]) -> Config | None:
         if flags:
             raise UserError("trainer flags need a recipe: doctor RECIPE -- FLAGS")
         return None
-    from train_gpt2 import RECIPES, parse_args
+    from train_gpt2 import RECIPES, Config, parse_args
 
     if what in RECIPES:
         return dataclasses.asdict(parse_args([what, *flags]))
@@ -930,18 +930,19 @@ def load_config(what: str | None, flags: list[str]) -> Config | None:
         raise UserError(f"trainer flags change a recipe ({', '.join(RECIPES)}), and {what!r} is none")
     path = Path(what)
     if path.is_dir():
-        return dict(read_json(path / "config.json")["config"])
+        return dataclasses.asdict(Config()) | read_json(path / "config.json")["config"]
     try:
         fields = json.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(f"{what!r} is no recipe ({', '.join(RECIPES)}), run directory or JSON file") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{what} cannot be read as JSON: {error}") from None
-    if isinstance(fields, dict) and isinstance(fields.get("config"), dict):  # a run's own config.json
-        fields = fields["config"]
+    base = None
+    if isinstance(fields, dict) and isinstance(fields.get("config"), dict):  # a run's own config.json, whole: a field that
+        fields, base = fields["config"], Config()  # it lacks is younger than the run and meant the default
     if not isinstance(fields, dict) or fields.get("recipe", "gpt2") not in RECIPES:
         raise UserError(f"{what} holds no config: an object of fields is expected, with a known recipe")
-    return dataclasses.asdict(RECIPES[fields.get("recipe", "gpt2")]) | fields
+    return dataclasses.asdict(base or RECIPES[fields.get("recipe", "gpt2")]) | fields
 
 
 def config_facts(config: Config) -> dict[str, Any]:

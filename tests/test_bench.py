@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from train_support import write_shards
@@ -16,6 +17,8 @@ SIZES = (
     "--micro-batch 4 --val-batch 4 --val-tokens 1024 --epochs 99 --device cpu --precision fp32 --head-precision same --threads 1"
 )
 
+KEPT = "val_loss train_seconds tokens tokens_per_s mfu peak_mem_bytes startup_seconds".split()
+
 
 def test_spread_says_when_a_number_is_missing():
     runs = [{"a": 3.0, "b": 1.0}, {"a": 5.0, "b": None}, {"a": 4.0, "b": 2.0}]
@@ -26,6 +29,10 @@ def test_spread_says_when_a_number_is_missing():
     ("argv", "said"),
     [
         (["--only", "gpt2,speed"], "--only speed: choose from speedrun"),
+        (["--only", "checkpoint,speedrun"], "--only checkpoint,speedrun: checkpoint reads the runs of speedrun, which must come"),
+        (["--only", "hellaswag"], "--only hellaswag: hellaswag reads the runs of speedrun"),
+        (["--seeds", "1,-2"], "--seeds, --flags, --speedrun-flags or --hellaswag: --seed must be a number of at least 0"),
+        (["--speedrun-flags", "--checkpoint-every 0"], "--seeds, --flags, --speedrun-flags or --hellaswag: the checkpoint"),
         (["--data", "nowhere"], "no *_train_*.bin shards in nowhere"),
     ],
 )
@@ -35,12 +42,30 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert error.startswith(f"error: {said}") and error.count("\n") == 1 and not any(tmp_path.iterdir())
 
 
+def test_a_seed_that_fails_takes_no_other_one_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lab = bench.Bench("data", tmp_path, [1, 2], 3.65, "--max-steps 4")
+    run = SimpleNamespace(result=dict.fromkeys(KEPT, 3.0), val=[], val_loss=3.0)
+
+    def train(name: str, *_: str) -> SimpleNamespace:
+        (tmp_path / name).mkdir()
+        reason = "finished" if name == "speedrun-1" else "stopped"
+        (tmp_path / name / "result.json").write_text(json.dumps({"schema": 1, "exit_reason": reason}))
+        if reason == "stopped":
+            raise RuntimeError("speedrun-2 ended with exit code 5")
+        return run
+
+    monkeypatch.setattr(lab, "train", train)
+    found = lab.speedrun()
+    assert [r["seed"] for r in found["runs"]] == [1] and found["error"] == "speedrun-2 ended with exit code 5"
+    assert found["median_val_loss"] == 3.0 and lab.finished() == [tmp_path / "speedrun-1"]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_every_item_on_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     data, out = write_shards(tmp_path / "data", (20_000, 3_000), (1_100,)), tmp_path / "out.json"
     argv = ["bench", "--data", str(data), "--folder", str(tmp_path / "runs"), "--out", str(out), "--flags", SIZES]
-    short = "--max-steps 12 --val-every 4 --checkpoint-every 3"
+    short = "--max-steps 24 --val-every 8 --checkpoint-every 6"
     assert main([*argv, "--speedrun-flags", short, "--target", "9.5", "--hellaswag", "--limit 8"]) == 0, capsys.readouterr().out
     found = json.loads(out.read_text())
     assert found["hardware"]["device"] == "cpu" and set(bench.ITEMS) <= found.keys()
@@ -52,6 +77,8 @@ def test_every_item_on_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["gpt2"]["median_tokens_per_s"] > 0 and len(found["gpt2"]["runs"]) == 2
     assert found["start"]["cold_seconds"] > 1 and found["start"]["warm_seconds"] > 1, "imports are part of a start"
     assert found["checkpoint"]["stalls"] == 6 and found["checkpoint"]["restore_s"] > 0, "three saves a run"
+    kept = json.loads((tmp_path / "runs" / "speedrun-2" / "result.json").read_text())
+    assert kept["checkpoints"]["saves"] == 4 and kept["checkpoints"]["restore_s"] == 0, "it is resumed as a copy"
     assert found["val"] == {"seconds": found["val"]["seconds"], "tokens": 1024} and found["val"]["seconds"] > 0
     assert set(found["memory"]) == {"8", "16", "32", "64"}
     assert "8 of 10,042" in " ".join(found["hellaswag"]["output"]) and found["hellaswag"]["wall_seconds"] > 1

@@ -15,6 +15,7 @@ from harness_support import write_run
 from harness import doctor
 from harness.__main__ import main
 from harness.doctor import Context, GpuState, Machine, examine
+from train_gpt2 import RECIPES
 
 H100 = GpuState("NVIDIA H100 80GB HBM3", 80 * 10**9, 79 * 10**9, (9, 0), 40, 1980, 1980)
 V100 = dataclasses.replace(H100, name="Tesla V100-SXM2-32GB", memory=32 * 10**9, free=31 * 10**9, capability=(7, 0))
@@ -238,6 +239,18 @@ def test_a_json_file_of_fields(tmp_path, monkeypatch, capsys):
     assert main(["doctor", "mine.json", "--spot"]) == 3
     out = capsys.readouterr().out
     assert "[one-checkpoint]" in out and "[local-checkpoints]" in out and "[no-stop]" in out
+
+
+def test_a_field_younger_than_the_run_meant_the_default(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fields = dataclasses.asdict(RECIPES["speedrun"])
+    assert fields.pop("tied_steps") == 4000 and fields["key_offset"]
+    (tmp_path / "config.json").write_text(json.dumps({"schema": 1, "config": fields}))
+    for what in (".", "config.json"):
+        config = doctor.load_config(what, [])
+        assert config["tied_steps"] == 0 and config["key_offset"]
+        assert doctor.config_facts(config)["parameters"] > 1e8
+    assert doctor.load_config("speedrun", [])["tied_steps"] == 4000
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_run_directory_holds_what_others_read(finished: Path) -> None:
     assert set(config["config"]) == {f.name for f in dataclasses.fields(Config)}
 
 
-def test_rows_count_steps_tokens_and_epochs(finished: Path, shards: Path) -> None:
+def test_rows_count_steps_tokens_and_epochs(finished: Path, shards: Path, tmp_path: Path) -> None:
     train, val = rows(finished, "train"), rows(finished, "val")
     assert [r["step"] for r in train] == list(range(1, 41))
     assert [r["tokens"] for r in train] == [128 * s for s in range(1, 41)]
@@ -88,6 +88,9 @@ def test_rows_count_steps_tokens_and_epochs(finished: Path, shards: Path) -> Non
     assert seconds == sorted(seconds)
     assert sum(r["step_ms"] for r in train) / 1000 == pytest.approx(seconds[-1], rel=1e-6)
     assert train_gpt2.read_metrics(finished) == {"train": train, "val": val}
+    damaged = tmp_path / "metrics.jsonl"
+    damaged.write_bytes((finished / "metrics.jsonl").read_bytes() + b"[1]\n\xff\xfe\n\0\0\n{\"kind\": \"tr")
+    assert train_gpt2.read_metrics(tmp_path) == {"train": train, "val": val}
 
 
 def test_logged_rates_follow_the_schedule(finished: Path) -> None:
