@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from train_gpt2 import UserError
 
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:  # `... | head`: nobody reads on, which is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -80,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             argv, flags = argv[:cut], argv[cut + 1 :]
         args = build_parser(command).parse_args(argv)
         args.trainer_flags = flags
-        return int(importlib.import_module(SUBCOMMANDS[args.command]).run(args))
+        code = int(importlib.import_module(SUBCOMMANDS[args.command]).run(args))
+        sys.stdout.flush()
+        return code
     except SystemExit as stop:  # argparse: --help or a wrong flag
         return stop.code if isinstance(stop.code, int) else 2
     except KeyboardInterrupt:

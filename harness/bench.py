@@ -108,13 +108,14 @@ class Bench:
 
     def checkpoint(self) -> dict[str, Any]:
         """What the saves of the speedrun item cost its loop, and seconds and bytes of a save and of a resume."""
-        run_dir = self.finished()[-1]
+        runs = self.finished()
+        run_dir = runs[-1]
         # Resumed as a copy, since the run's own figures are to stand; a checkpoint's files never change, so links will do.
         shutil.copytree(run_dir / "checkpoints", self.folder / "restore" / "checkpoints", copy_function=os.link)
         seed = run_dir.name.removeprefix("speedrun-")
         resumed = self.train("restore", "speedrun", f"{self.speedrun_flags} --seed {seed} --resume newest")
         saved = read_json(run_dir / "result.json")["checkpoints"]
-        return {**stalls(self.finished()), **saved, "restore_s": resumed.result["checkpoints"]["restore_s"]}
+        return {**stalls(runs), **saved, "restore_s": resumed.result["checkpoints"]["restore_s"]}
 
     def hellaswag(self) -> dict[str, Any]:
         """Wall seconds of the full HellaSwag validation set on the last speedrun model."""

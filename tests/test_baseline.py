@@ -1,7 +1,10 @@
 """Baselines: frozen, hashed, never edited; and the published references that ship with the project."""
 
 import json
+import os
 import statistics
+import subprocess
+import sys
 
 import pytest
 from regress_support import EVERY, STEPS, harness, record, val_curve, write_run
@@ -220,3 +223,13 @@ def test_the_committed_sample_baseline_has_its_seeds_and_curves():
     assert content["facts"]["recipe"] == "sample" and content["stack"]["device"] == "cpu"
     assert content["n"] >= 10
     assert content["margin"] and all(len(run["curve"]) == 7 for run in content["runs"])
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_reader_that_goes_away_is_no_error(buffered: bool) -> None:
+    command = [sys.executable, "-m", "harness", "baseline", "list"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 0

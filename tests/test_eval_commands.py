@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +143,16 @@ def test_compare_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert loss["difference"]["high"] < 0  # training a little helps, and the interval says so
     assert "McNemar" not in out and "only A" in out and "val loss" in out
     assert (b / "compare-a.png").stat().st_size > 5000 and (b / "compare-a.svg").is_file()
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_reader_that_goes_away_is_no_error(run: Path, buffered: bool) -> None:
+    command = [sys.executable, "-m", "eval", "compare", str(run), str(run)]
+    environment = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 0
 
 
 def test_compare_never_sets_different_protocols_side_by_side(tmp_path: Path, run: Path) -> None:
