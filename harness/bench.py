@@ -28,10 +28,10 @@ from harness.baseline import Run, read_run
 from harness.checkpoints import stalls
 from harness.common import SCHEMA, TRAINER, UserError, read_json
 
-# A short speedrun on 75M tokens. Between saves: 185 steps and one or two validations, 25 s and more; a save beside training took
+# A short speedrun on 72M tokens. Between saves: 185 steps and one or two validations, 25 s and more; a save beside training took
 # up to 24 s.
 SPEEDRUN_FLAGS = (
-    "--batch-tokens 65536 --micro-batch 64 --max-steps 1150 --val-every 115 --val-tokens 1835008 --epochs 2 "
+    "--batch-tokens 65536 --micro-batch 64 --max-steps 1100 --val-every 110 --val-tokens 1835008 --epochs 2 "
     "--muon-lr 0.02 --muon-momentum-warmup 300 --head-lr 0.01 --beta1 0.65 --checkpoint-every 185"
 )
 SHORT = "--val-every 0 --val-tokens 65536 --val-batch 16 --checkpoint-every 0 --epochs 4"

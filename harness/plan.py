@@ -37,7 +37,7 @@ KEPT_SEPARATE_QK = 6.2  # queries, keys and values beside the fused ones that no
 KEPT_VALUE_TABLE = 12.0  # a table of value embeddings, with the two mixes it goes into
 KEPT_OUTSIDE = 2.1  # embedding
 KEPT_SMEAR = 2.0
-HEAD_CHUNK = 65536  # tokens whose logits exist at once; train_gpt2.HEAD_CHUNK
+HEAD_CHUNK = 16384  # tokens whose logits exist at once; train_gpt2.HEAD_CHUNK
 BACKWARD_SHARE = 2 / 3  # of a step's FLOPs: each matmul costs one product forward and two backward
 
 
@@ -71,6 +71,7 @@ class Model:
     muon_parameters: int  # those whose optimizer keeps one moment instead of two
     shape: Shape | None
     kept: float | None = None  # 16-bit activations this trainer keeps, in bytes per token over the width
+    fp8_gradients: bool = False  # of the logits, which then exist beside them and twice
 
     @property
     def flops_per_token(self) -> float:
@@ -122,7 +123,7 @@ def config_model(cfg: Config) -> Model:
     kept += KEPT_OUTSIDE + (KEPT_SMEAR if cfg.smear else 0)
     parameters = parameter_count(cfg)
     shape = Shape(cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.seq_len, cfg.padded_vocab, cfg.window)
-    return Model(cfg.recipe, parameters["total"], parameters["matmul"], muon, shape, kept)
+    return Model(cfg.recipe, parameters["total"], parameters["matmul"], muon, shape, kept, cfg.head_precision == "fp8-all")
 
 
 # ------------------------------------------------------------------------------------------ arithmetic
@@ -199,7 +200,7 @@ def trainer_peak(model: Model, micro_batch: int, ranks: int = 1, sharded: bool =
     width, vocab = model.shape.width, model.shape.vocab
     tokens = micro_batch * model.shape.seq_len
     chunk = min(tokens, HEAD_CHUNK)
-    logits = 2 * chunk * vocab * (2 if tokens > chunk else 1)  # the next chunk's are made before the last are freed
+    logits = (4 if model.fp8_gradients else 2) * chunk * vocab
     head = 6 * vocab * width + 4 * vocab * width * (tokens > chunk)  # 16-bit weight, fp32 gradient, its next part
     copies = 2 * 12 * model.shape.layers * width**2  # 16-bit block weights, kept for the backward
     activations = tokens * width * (model.kept + 4)  # and the head's input with its gradient

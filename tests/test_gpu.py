@@ -32,6 +32,7 @@ SIZES = {
     "val_tokens": 1024, "max_steps": 12, "val_every": 0, "device": "cuda", "precision": "bf16", "compile": "off", "epochs": 9,
 }  # fmt: skip
 FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 NEEDS_FP8 = pytest.mark.skipif(not FP8, reason="no fp8")
 
 
@@ -89,7 +90,7 @@ def test_cross_entropy_kernel_equals_float64(dtype: torch.dtype, cap: float) -> 
     assert not kept[:, 50257:].any() and not kept[targets < 0].any() and not got[targets < 0].any()
 
 
-@pytest.mark.parametrize("precision", ["same", *(pytest.param(p, marks=NEEDS_FP8) for p in ("fp8", "fp8-rows"))])
+@pytest.mark.parametrize("precision", ["same", *(pytest.param(p, marks=NEEDS_FP8) for p in ("fp8", "fp8-rows", "fp8-all"))])
 @pytest.mark.parametrize("cap", [0.0, 15.0])
 def test_head_loss_on_the_device_equals_float64(cap: float, precision: str) -> None:
     """bf16: 8 bits of mantissa. fp8: 3 bits for inputs and 2 for gradients, so directions and norms only."""
@@ -112,6 +113,34 @@ def test_head_loss_on_the_device_equals_float64(cap: float, precision: str) -> N
         off = ((got.double() - exact).norm() / exact.norm()).item()
         assert off < (0.15 if fp8 else 0.01), off
     assert not ws.grad[50257:].any() and not xs.grad[targets < 0].any()  # type: ignore[index]
+
+
+@pytest.mark.skipif(not HOPPER, reason="the fused MLP is for Hopper")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_fused_mlp_equals_float64(compiled: bool) -> None:
+    """Output and gradients to bf16's rounding, no further from float64 than the plain form; more tiles than processors."""
+    cfg = dataclasses.replace(RECIPES["speedrun"], n_embd=512, n_head=4)
+    generator = torch.Generator("cuda").manual_seed(0)
+    mlp = train_gpt2.MLP(cfg).cuda()
+    with torch.no_grad():
+        for p in mlp.parameters():
+            p.normal_(std=0.05, generator=generator)
+    x = torch.randn(2, 9600, 512, device="cuda", generator=generator).bfloat16()
+    assert train_gpt2.fuses_mlp(cfg, x) and not train_gpt2.fuses_mlp(cfg, x[:, :9599])
+    assert not train_gpt2.fuses_mlp(dataclasses.replace(cfg, fused_mlp="off"), x)
+    dy = torch.randn(x.shape, device="cuda", generator=generator).bfloat16()
+    x64 = x.double().requires_grad_()
+    weights = [p.detach().bfloat16().double().requires_grad_() for p in (mlp.fc.weight, mlp.proj.weight)]
+    y64 = F.relu(x64 @ weights[0].T).square() @ weights[1].T
+    exact = [y64, *torch.autograd.grad(y64, (x64, *weights), dy.double())]
+    forward = torch.compile(mlp.forward, fullgraph=True, dynamic=False) if compiled else mlp.forward
+    off = {}
+    for fused in (True, False):
+        xs = x.clone().requires_grad_()
+        y = forward(xs, fused)
+        got = [y, *torch.autograd.grad(y, (xs, mlp.fc.weight, mlp.proj.weight), dy)]
+        off[fused] = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, exact, strict=True)]
+    assert all(a < 0.01 and a < 1.2 * b for a, b in zip(off[True], off[False], strict=True)), off
 
 
 @pytest.mark.parametrize("shape", [(3, 128, 128), (2, 512, 128), (2, 128, 512)])
@@ -226,11 +255,11 @@ def test_compiled_blocks_give_the_same_curve_and_compile_only_before_training(da
 
 @NEEDS_FP8
 def test_the_fp8_head_follows_the_bf16_one(data: Path, tmp_path: Path) -> None:
-    for head in ("same", "fp8", "fp8-rows"):
+    for head in ("same", "fp8", "fp8-rows", "fp8-all"):
         assert main(command("speedrun", data, tmp_path / head, head_precision=head)) == Exit.OK
-    same, by_tensor, by_row = (losses(tmp_path / head) for head in ("same", "fp8", "fp8-rows"))
-    assert by_tensor == pytest.approx(same, rel=5e-2) and by_row == pytest.approx(same, rel=5e-2)
-    assert same != by_tensor != by_row != same
+    same, *others = (losses(tmp_path / head) for head in ("same", "fp8", "fp8-rows", "fp8-all"))
+    assert all(other == pytest.approx(same, rel=5e-2) for other in others)
+    assert len({tuple(curve) for curve in (same, *others)}) == 4
 
 
 def test_deterministic_runs_are_bit_equal(data: Path, tmp_path: Path) -> None:

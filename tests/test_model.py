@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
-from train_gpt2 import GPT, RECIPES, Config, HeadLoss, cross_entropy_, head_nll
+from train_gpt2 import GPT, RECIPES, Config, HeadLoss, ReLU2MLP, cross_entropy_, head_nll
 
 SMALL = {
     "gpt2": dataclasses.replace(RECIPES["gpt2"], n_layer=2, n_head=4, n_embd=64, seq_len=32, precision="fp32"),
@@ -383,6 +383,36 @@ def test_fp8_logits_by_tensor_and_by_row(monkeypatch: pytest.MonkeyPatch) -> Non
     assert abs(HeadLoss.apply(x, w.float(), targets, 200, 15.0, "fp8").item() - want) > 5 * abs(loss.item() - want)
 
 
+@pytest.mark.parametrize("cap", [0.0, 15.0])
+def test_a_head_all_in_fp8_against_float64(cap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of 3 bits of mantissa, logit gradients of 2: errors of a few percent, and no worse in several chunks."""
+    x, w, targets = loss_case(cap)
+    x, w = x[: len(x) // 16 * 16].bfloat16(), w.bfloat16().float()
+    targets = targets[: len(x)]
+    nll, dx, dw, _ = reference(x.float(), w, targets, cap)
+    for chunk in (len(x), 64):
+        monkeypatch.setitem(train_gpt2.HEAD_CHUNK, "cpu", chunk)
+        xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
+        loss = HeadLoss.apply(xs, ws, targets, 200, cap, "fp8-all")
+        (0.25 * loss).backward()
+        assert loss.item() == pytest.approx(nll.sum().item(), rel=1e-2)
+        assert xs.grad.dtype == torch.bfloat16 and ws.grad.dtype == torch.float32  # type: ignore[union-attr]
+        for got, want in ((xs.grad, dx), (ws.grad, dw)):
+            assert 0.005 < ((got.double() - want).norm() / want.norm()).item() < 0.1  # type: ignore[union-attr]
+        assert not xs.grad[targets < 0].any() and not ws.grad[200:].any()  # type: ignore[index]
+    with torch.no_grad():
+        assert HeadLoss.apply(x, w, targets, 200, cap, "fp8-all").item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_the_fused_mlp_has_the_gradients_of_the_plain_one() -> None:
+    """Central differences in float64 of its form on the CPU; the kernels are compared with that form below and on a GPU."""
+    generator = torch.Generator().manual_seed(0)
+    x, up, down = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 3), (7, 3), (3, 7)))
+    plain = F.relu(x @ up.T).square() @ down.T
+    torch.testing.assert_close(ReLU2MLP.apply(x, up, down), plain)
+    assert torch.autograd.gradcheck(ReLU2MLP.apply, [t.requires_grad_() for t in (x, up, down)])
+
+
 def test_extreme_logits_stay_finite() -> None:
     x = torch.full((2, 4), 100.0)
     w = torch.zeros(8, 4)
@@ -415,16 +445,17 @@ generator = torch.Generator().manual_seed(0)
 for dtype, unit in ((torch.float32, 3e-6), (torch.bfloat16, 2**-7)):  # the interpreter truncates to bf16
     for cap in (0.0, 15.0):
         for grad in (True, False):
-            z = (8 * torch.randn(5, 5120, generator=generator)).to(dtype)
-            targets = torch.tensor([0, -1, 4999, 4096, -1])
-            nll = torch.full((5,), 7.0)
+            z = (8 * torch.randn(8, 5120, generator=generator)).to(dtype)
+            targets = torch.tensor([0, -1, 4999, 4096, -1, 7, 8, 9])
+            nll = torch.full((8,), 7.0)
             z64 = z.double()[:, :5000].requires_grad_()
             capped = cap * torch.tanh(z64 / cap) if cap else z64
             want = torch.nn.functional.cross_entropy(capped, targets, ignore_index=-1, reduction="none")
             want.sum().backward()
             got = z.clone()
-            train_gpt2._cross_entropy_kernel[(5,)](
-                got, targets, nll, cap, 5000, 5120,
+            lse = torch.empty(8)
+            train_gpt2._cross_entropy_kernel[(8,)](
+                got, targets, nll, lse, cap, 5000, 5120,
                 HAS_CAP=cap > 0, GRAD=grad, FAST=False, BLOCK=4096, num_warps=8)
             torch.testing.assert_close(nll.double(), want.detach(), rtol=1e-5, atol=1e-5)
             if grad:
@@ -436,6 +467,31 @@ for dtype, unit in ((torch.float32, 3e-6), (torch.bfloat16, 2**-7)):  # the inte
             losses = train_gpt2.cross_entropy_(plain, targets, 5000, cap, grad)
             torch.testing.assert_close(nll, losses, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(got, plain, rtol=unit, atol=3e-6)
+            if not grad:  # the second kernel; the interpreter's own rounding to fp8 is rough
+                g, gt = (torch.full(shape, 7.0).to(torch.float8_e5m2) for shape in ((8, 5120), (5120, 8)))
+                train_gpt2._fp8_gradient_kernel[(2, 40)](
+                    z, targets, lse, g.view(torch.uint8), gt.view(torch.int32), cap, 8, 5000, 5120, train_gpt2.FP8_UNIT,
+                    HAS_CAP=cap > 0, FAST=False, ROWS=1, COLS=128, num_warps=8)
+                got = g.double() / train_gpt2.FP8_UNIT
+                assert (got[:, :5000] - z64.grad).norm() < 0.1 * z64.grad.norm()
+                assert torch.equal(g.float().T, gt.float()) and not got[:, 5000:].any() and not got[targets < 0].any()
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+def tiles(t, *shape):
+    return TensorDescriptor.from_tensor(t, list(shape))
+(M, N, K), sizes = (256, 512, 128), dict(BM=128, BN=256, BK=64, PROGRAMS=3)
+x = torch.randn(M, K, generator=generator).half()  # products of bf16 are beyond the interpreter
+up, down = (torch.randn(N, K, generator=generator) / 8).half(), (torch.randn(K, N, generator=generator) / 8).half()
+want = train_gpt2.relu2_product(x.double(), up.double(), None)
+got = torch.empty(M, N).half()
+train_gpt2._relu2_kernel[(3,)](
+    tiles(x, 128, 64), tiles(up, 256, 64), tiles(got, 128, 128), tiles(got, 128, 128), M, N, K, BACK=False, **sizes)
+torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=1e-5)
+kept, back = got.clone(), torch.empty(M, N).half()
+train_gpt2._relu2_kernel[(3,)](
+    tiles(x, 128, 64), tiles(down, 64, 256), tiles(kept, 128, 128), tiles(back, 128, 128), M, N, K, BACK=True, **sizes)
+want = train_gpt2.relu2_product(x.double(), down.double(), kept.double())
+torch.testing.assert_close(back.double(), want, rtol=2e-3, atol=1e-3)
 print("equal")
 """
 
