@@ -662,7 +662,7 @@ class MLP(nn.Module):
     def forward(self, x_BTC: Tensor, fused: bool) -> Tensor:
         if fused:
             up, down = self.fc.weight.to(x_BTC.dtype), self.proj.weight.to(x_BTC.dtype)
-            return ReLU2MLP.apply(x_BTC.flatten(0, 1), up, down).view_as(x_BTC)
+            return relu2_mlp(x_BTC.flatten(0, 1), up, down)[0].view_as(x_BTC)
         h = self.fc(x_BTC)
         return self.proj(F.relu(h).square() if self.relu2 else F.gelu(h, approximate="tanh"))
 
@@ -1138,13 +1138,12 @@ if triton is not None:
 
 
 def fuses_mlp(cfg: Config, x_BTC: Tensor) -> bool:
-    """Whether the MLP of these activations runs through `_relu2_kernel`, whose tiles were chosen on Hopper."""
-    wanted = cfg.fused_mlp == "auto" and cfg.activation == "relu2" and not cfg.bias
+    """Whether the MLP of these activations is `relu2_mlp`, whose tiles were chosen on Hopper."""
+    wanted = cfg.fused_mlp == "auto" and cfg.activation == "relu2" and not cfg.bias and cfg.recompute == "off"
     fits = x_BTC.is_cuda and x_BTC.dtype == torch.bfloat16 and x_BTC[..., 0].numel() % 128 == 0 and cfg.n_embd % 64 == 0
     return wanted and fits and triton is not None and torch.cuda.get_device_capability(x_BTC.device)[0] == 9
 
 
-@torch.library.custom_op("gpt2_harness::relu2_product", mutates_args=())
 def relu2_product(a_MK: Tensor, b: Tensor, kept_MN: Tensor | None) -> Tensor:
     """relu(a @ b.T)^2 for b (N, K). With that as `kept`, the factor of its gradient: (a @ b) * 2 relu(.) for b (K, N)."""
     back = kept_MN is not None
@@ -1157,33 +1156,48 @@ def relu2_product(a_MK: Tensor, b: Tensor, kept_MN: Tensor | None) -> Tensor:
     shapes = [BM, BK], [BK, BN] if back else [BN, BK], [BM, BN // 2], [BM, BN // 2]
     tensors = a_MK.contiguous(), b.contiguous(), kept_MN if kept_MN is not None else out_MN, out_MN
     descriptors = [TensorDescriptor.from_tensor(t, shape) for t, shape in zip(tensors, shapes, strict=True)]
-    programs = min(torch.cuda.get_device_properties(a_MK.device).multi_processor_count, M // BM * (N // BN))
-    _relu2_kernel[(programs,)](
-        *descriptors, M, N, K, BACK=back, BM=BM, BN=BN, BK=BK, PROGRAMS=programs, num_warps=8, num_stages=3
+    processors = torch.cuda.get_device_properties(a_MK.device).multi_processor_count
+    _relu2_kernel[(min(processors, M // BM * (N // BN)),)](
+        *descriptors, M, N, K, BACK=back, BM=BM, BN=BN, BK=BK, PROGRAMS=processors, num_warps=8, num_stages=3
     )
     return out_MN
 
 
-@relu2_product.register_fake
-def _(a_MK: Tensor, b: Tensor, kept_MN: Tensor | None) -> Tensor:
-    return a_MK.new_empty(a_MK.size(0), b.size(0 if kept_MN is None else 1))
+# Operators rather than an autograd.Function, with which torch.compile would keep nothing on disk: 9 s of every start.
+@torch.library.custom_op("gpt2_harness::relu2_mlp", mutates_args=())
+def relu2_mlp(x_NC: Tensor, up_FC: Tensor, down_CF: Tensor) -> tuple[Tensor, Tensor]:
+    """h @ down.T (N, C) and h = relu(x @ up.T)^2 (N, F), which is for the backward alone and has no gradient itself.
+
+    The square costs no pass over (N, F) of its own, forward and backward: 2.85 to 2.56 ms a layer for 65,536 tokens (H200).
+    """
+    h_NF = relu2_product(x_NC, up_FC, None)
+    return h_NF @ down_CF.T, h_NF
 
 
-class ReLU2MLP(torch.autograd.Function):
-    """relu(x @ up.T)^2 @ down.T: (N, C), (F, C), (C, F) -> (N, C). The square costs no pass over (N, F) of its own, forward and
-    backward: 0.33 of 1.36 ms a layer for 65,536 tokens, 4 of the 128 ms of a step (H200)."""
+@torch.library.custom_op("gpt2_harness::relu2_mlp_backward", mutates_args=())
+def relu2_mlp_backward(
+    dy_NC: Tensor, x_NC: Tensor, up_FC: Tensor, down_CF: Tensor, h_NF: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, up and down."""
+    dh_NF = relu2_product(dy_NC, down_CF, h_NF)
+    return dh_NF @ up_FC, dh_NF.T @ x_NC, dy_NC.T @ h_NF
 
-    @staticmethod
-    def forward(ctx: Any, x_NC: Tensor, up_FC: Tensor, down_CF: Tensor) -> Tensor:  # type: ignore[override]
-        h_NF = relu2_product(x_NC, up_FC, None)
-        ctx.save_for_backward(x_NC, up_FC, down_CF, h_NF)
-        return h_NF @ down_CF.T
 
-    @staticmethod
-    def backward(ctx: Any, dy_NC: Tensor) -> Any:  # type: ignore[override]
-        x_NC, up_FC, down_CF, h_NF = ctx.saved_tensors
-        dh_NF = relu2_product(dy_NC, down_CF, h_NF)
-        return dh_NF @ up_FC, dh_NF.T @ x_NC, dy_NC.T @ h_NF
+relu2_mlp.register_fake(lambda x, up, down: (torch.empty_like(x), x.new_empty(len(x), len(up))))
+relu2_mlp_backward.register_fake(lambda dy, x, up, down, h: (torch.empty_like(x), torch.empty_like(up), torch.empty_like(down)))
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _through_mlp(ctx: Any, dy_NC: Tensor | None, dh_NF: Tensor | None) -> tuple[Tensor | None, ...]:
+    assert dh_NF is None, "the hidden layer of relu2_mlp has no gradient of its own"
+    return (None,) * 3 if dy_NC is None else relu2_mlp_backward(dy_NC, *ctx.saved_tensors)
+
+
+relu2_mlp.register_autograd(_through_mlp, setup_context=_keep_for_backward)
 
 
 # ------------------------------------------------------------------------------------------------ optimizer

@@ -9,6 +9,7 @@ others go on. Medians and spread over the seeds; nothing here is a claim without
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shlex
@@ -136,6 +137,39 @@ class Bench:
             run = self.train("val", "speedrun", f"{flags} --batch-tokens 65536", data=folder)
         return {"seconds": run.val[-1]["val_s"], "tokens": run.result["val_protocol"]["tokens"]}
 
+    def kernels(self) -> dict[str, Any]:
+        """Milliseconds of head and loss in each precision, and of an MLP, plain and fused: forward and backward of one
+        micro-batch of 64 rows of random numbers, as far as this device can."""
+        import torch
+        from torch.utils.benchmark import Timer
+
+        from train_gpt2 import COMPUTE_DTYPE, MLP, HeadLoss, fuses_mlp, parse_args
+
+        cfg = parse_args(["speedrun", *shlex.split(f"{SHORT} --micro-batch 64 {self.flags}")])
+        device = torch.device("cuda" if cfg.device != "cpu" and torch.cuda.is_available() else "cpu")
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(cfg.micro_batch, cfg.seq_len, cfg.n_embd, device=device, generator=generator)
+        x = x.to(COMPUTE_DTYPE[cfg.precision]).requires_grad_()
+        w = torch.randn(cfg.padded_vocab, cfg.n_embd, device=device, generator=generator).mul_(cfg.n_embd**-0.5).requires_grad_()
+        targets = torch.randint(cfg.vocab_size, (x[..., 0].numel(),), device=device, generator=generator)
+        mlp = MLP(cfg).to(device)
+        for p in mlp.parameters():
+            torch.nn.init.normal_(p, std=0.02, generator=generator)
+        forward = torch.compile(mlp.forward, fullgraph=True, dynamic=False) if device.type == "cuda" else mlp.forward
+
+        def head(precision: str) -> None:
+            loss = HeadLoss.apply(x.flatten(0, 1), w, targets, cfg.vocab_size, cfg.softcap, precision)
+            torch.autograd.grad(loss, (x, w))
+
+        def hidden(fused: bool) -> None:
+            torch.autograd.grad(forward(x, fused), (x, *mlp.parameters()), x.detach())
+
+        has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9) and cfg.precision == "bf16"
+        forms = {f"head_{p}": functools.partial(head, p) for p in ("same", *(("fp8", "fp8-rows", "fp8-all") if has_fp8 else ()))}
+        forms |= {"mlp": functools.partial(hidden, False)}
+        forms |= {"mlp_fused": functools.partial(hidden, True)} if fuses_mlp(cfg, x) else {}
+        return {name: Timer("f()", globals={"f": f}).blocked_autorange(min_run_time=1).median * 1000 for name, f in forms.items()}
+
     def finished(self) -> list[Path]:
         """The speedrun item's runs that came to their end, in the order of the seeds. Raises RuntimeError if there is none."""
         runs = [self.folder / f"speedrun-{seed}" for seed in self.seeds]
@@ -183,7 +217,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-ITEMS = ("speedrun", "hellaswag", "gpt2", "checkpoint", "start", "val", "memory")
+ITEMS = ("speedrun", "hellaswag", "gpt2", "checkpoint", "start", "val", "memory", "kernels")
 
 
 def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -30,6 +30,10 @@ class Gpu:
     source: str
 
     @property
+    def hopper(self) -> bool:
+        return self.name.startswith(("H100", "H200"))
+
+    @property
     def peak(self) -> float:
         """Dense 16-bit peak in TFLOP/s, the one that training in mixed precision is measured against."""
         return self.bf16 if self.bf16 is not None else self.fp16

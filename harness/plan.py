@@ -9,6 +9,7 @@ decimal (1 GB = 10^9 bytes), as in the papers and data sheets. docs/plan.md has 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import textwrap
@@ -33,6 +34,7 @@ BILLING_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 # What this trainer's compiled blocks keep for the backward, in bytes per token over the width, counted on the
 # tensors that autograd saves (docs/plan.md says how). 32 is Korthikanti's 34 without dropout's masks.
 KEPT_BLOCK = 32.1
+KEPT_HIDDEN = 8.0  # the MLP's hidden layer before its activation, which the fused MLP on Hopper does not keep
 KEPT_SEPARATE_QK = 6.2  # queries, keys and values beside the fused ones that norm and rotation start from
 KEPT_VALUE_TABLE = 12.0  # a table of value embeddings, with the two mixes it goes into
 KEPT_OUTSIDE = 2.1  # embedding
@@ -72,6 +74,7 @@ class Model:
     shape: Shape | None
     kept: float | None = None  # 16-bit activations this trainer keeps, in bytes per token over the width
     fp8_gradients: bool = False  # of the logits, which then exist beside them and twice
+    fused_mlp: bool = False  # on Hopper
 
     @property
     def flops_per_token(self) -> float:
@@ -123,7 +126,8 @@ def config_model(cfg: Config) -> Model:
     kept += KEPT_OUTSIDE + (KEPT_SMEAR if cfg.smear else 0)
     parameters = parameter_count(cfg)
     shape = Shape(cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.seq_len, cfg.padded_vocab, cfg.window)
-    return Model(cfg.recipe, parameters["total"], parameters["matmul"], muon, shape, kept, cfg.head_precision == "fp8-all")
+    fp8, fused = cfg.head_precision == "fp8-all", cfg.activation == "relu2" and not cfg.bias and cfg.fused_mlp == "auto"
+    return Model(cfg.recipe, parameters["total"], parameters["matmul"], muon, shape, kept, fp8, fused)
 
 
 # ------------------------------------------------------------------------------------------ arithmetic
@@ -192,7 +196,9 @@ def logits_bytes(shape: Shape, micro_batch: int) -> float:
     return 2 * 4 * micro_batch * shape.seq_len * shape.vocab
 
 
-def trainer_peak(model: Model, micro_batch: int, ranks: int = 1, sharded: bool = False) -> float | None:
+def trainer_peak(
+    model: Model, micro_batch: int, ranks: int = 1, sharded: bool = False, hopper: bool = False
+) -> float | None:
     """Predicted peak bytes of this trainer on one GPU: at the head, when all activations are kept and the
     logits of a chunk exist in bf16. None for a model whose activations it cannot know."""
     if model.shape is None or model.kept is None:
@@ -203,7 +209,8 @@ def trainer_peak(model: Model, micro_batch: int, ranks: int = 1, sharded: bool =
     logits = (4 if model.fp8_gradients else 2) * chunk * vocab
     head = 6 * vocab * width + 4 * vocab * width * (tokens > chunk)  # 16-bit weight, fp32 gradient, its next part
     copies = 2 * 12 * model.shape.layers * width**2  # 16-bit block weights, kept for the backward
-    activations = tokens * width * (model.kept + 4)  # and the head's input with its gradient
+    kept = model.kept - (KEPT_HIDDEN * model.shape.layers if model.fused_mlp and hopper else 0)
+    activations = tokens * width * (kept + 4)  # and the head's input with its gradient
     return own_bytes(model, sharded, ranks) + copies + activations + logits + head
 
 
@@ -566,8 +573,9 @@ def plan_memory(args: argparse.Namespace, model: Model, gpu: Gpu) -> dict[str, A
         "per_layer_fused": activation_bytes(shape, b, "none", False, t) / shape.layers,
     }
     result["logits"] = logits_bytes(shape, b)
-    if (peak := trainer_peak(model, b)) is not None:
-        fits = (m for m in range(4096, 0, -1) if (trainer_peak(model, m) or 0) <= USABLE * gpu.memory * GB)
+    predicted = functools.partial(trainer_peak, model, hopper=gpu.hopper)
+    if (peak := predicted(b)) is not None:
+        fits = (m for m in range(4096, 0, -1) if (predicted(m) or 0) <= USABLE * gpu.memory * GB)
         result["trainer"] = {"peak": peak, "largest_micro_batch": next(fits, 0)}
     room = USABLE * gpu.memory * GB - states[0]
     result["largest_micro_batch"] = {p: largest_micro_batch(shape, room, p, t) for p in POLICIES}

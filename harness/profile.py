@@ -39,7 +39,7 @@ PARTS = (
 LIMITS = ("compute", "memory", "communication", "data", "launch")
 # Kernels (CUDA) and operators (CPU) bound by arithmetic; all others move bytes.
 MATMUL = re.compile(
-    r"gemm|nvjet|xmma|cutlass|triton_tem|flash_fwd|flash_bwd|flash_attn|fmha|sdpa|cudnn.*attn|"
+    r"gemm|nvjet|xmma|cutlass|triton_tem|_relu2_kernel|flash_fwd|flash_bwd|flash_attn|fmha|sdpa|cudnn.*attn|"
     r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_scaled_dot_product\w*)$"
 )
 ATTENTION = re.compile(r"^(aten::_scaled_dot_product\w*|torch_attn::_varlen_attn)(?<!backward)$")

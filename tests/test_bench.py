@@ -60,6 +60,11 @@ def test_a_seed_that_fails_takes_no_other_one_along(tmp_path: Path, monkeypatch:
     assert found["median_val_loss"] == 3.0 and lab.finished() == [tmp_path / "speedrun-1"]
 
 
+def test_single_kernels_are_timed_as_far_as_the_device_can(tmp_path: Path):
+    found = bench.Bench("data", tmp_path, [1], 3.65, "", SIZES).kernels()
+    assert found.keys() == {"head_same", "mlp"} and all(ms > 0 for ms in found.values())
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_every_item_on_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
-from train_gpt2 import GPT, RECIPES, Config, HeadLoss, ReLU2MLP, cross_entropy_, head_nll
+from train_gpt2 import GPT, RECIPES, Config, HeadLoss, cross_entropy_, head_nll, relu2_mlp
 
 SMALL = {
     "gpt2": dataclasses.replace(RECIPES["gpt2"], n_layer=2, n_head=4, n_embd=64, seq_len=32, precision="fp32"),
@@ -409,8 +409,11 @@ def test_the_fused_mlp_has_the_gradients_of_the_plain_one() -> None:
     generator = torch.Generator().manual_seed(0)
     x, up, down = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 3), (7, 3), (3, 7)))
     plain = F.relu(x @ up.T).square() @ down.T
-    torch.testing.assert_close(ReLU2MLP.apply(x, up, down), plain)
-    assert torch.autograd.gradcheck(ReLU2MLP.apply, [t.requires_grad_() for t in (x, up, down)])
+    torch.testing.assert_close(relu2_mlp(x, up, down)[0], plain)
+    assert torch.autograd.gradcheck(lambda *t: relu2_mlp(*t)[0], [t.requires_grad_() for t in (x, up, down)])
+    with pytest.raises(AssertionError, match="no gradient of its own"):
+        relu2_mlp(x, up, down)[1].sum().backward()
+    torch.library.opcheck(relu2_mlp, (x, up, down), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_extreme_logits_stay_finite() -> None:

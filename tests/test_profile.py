@@ -157,6 +157,13 @@ def test_memory_at_the_end_of_the_forward_and_at_the_peak():
     assert p.memory_levels(p.parse_trace(events)) == (350, 550)
 
 
+def test_matrix_products_are_told_from_kernels_that_move_bytes():
+    """Names as they stand in traces of an H200."""
+    products = ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "_relu2_kernel", "cudnn_generated_fort_native_sdpa_sm90_flash")
+    others = ("triton_red_fused_add_mul_1", "_cross_entropy_kernel", "_fp8_gradient_kernel", "Memset (Device)")
+    assert all(p.MATMUL.search(name) for name in products) and not any(p.MATMUL.search(name) for name in others)
+
+
 @pytest.mark.parametrize("limit", p.LIMITS)
 def test_the_largest_share_is_named_with_its_number(limit: str):
     shares = {name: 0.1 for name in p.LIMITS} | {limit: 0.6}
