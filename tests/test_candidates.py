@@ -260,7 +260,7 @@ idx = torch.zeros(1, cfg.seq_len, dtype=torch.long)
 model(idx, idx).backward()
 with torch.profiler.profile() as found:
     x = torch.ones(1, cfg.seq_len, cfg.n_embd, requires_grad=True)
-    model.blocks[0](x, x, None, None, model.rope, None)
+    model.blocks[0](x, x, None, None, model.rope, None, False)
 print(any("scaled_dot_product_flash" in event.key for event in found.key_averages()))
 """
 

@@ -416,6 +416,27 @@ def test_the_fused_mlp_has_the_gradients_of_the_plain_one() -> None:
     torch.library.opcheck(relu2_mlp, (x, up, down), test_utils=("test_schema", "test_faketensor"))
 
 
+CACHED = """
+import torch, train_gpt2
+from torch._dynamo.utils import counters
+mlp = train_gpt2.MLP(train_gpt2.RECIPES["sample"])
+x = torch.randn(2, 8, 256, requires_grad=True)
+torch.compile(mlp.forward, fullgraph=True, dynamic=False)(x, True).sum().backward()
+print({k: v for k, v in counters["aot_autograd"].items() if k.startswith("autograd_cache")})
+"""
+
+
+@pytest.mark.full
+def test_a_compiled_block_with_the_fused_mlp_comes_from_disk_the_second_time(python: str, tmp_path: Path) -> None:
+    """An autograd.Function in it would be compiled at every start; torch.compile keeps graphs with operators."""
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(train_gpt2.__file__).parent)}
+    said = [
+        subprocess.run([python, "-c", CACHED], cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout.strip()
+        for _ in range(2)
+    ]
+    assert said == ["{'autograd_cache_miss': 1, 'autograd_cache_saved': 1}", "{'autograd_cache_hit': 1}"]
+
+
 def test_extreme_logits_stay_finite() -> None:
     x = torch.full((2, 4), 100.0)
     w = torch.zeros(8, 4)
