@@ -180,7 +180,7 @@ class Config:
     attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex", "fa3", "fa4"] = opt(
         "auto", "SDPA backend, FlexAttention, or an installed FlashAttention-3 or -4; auto: the fastest SDPA backend that works"
     )
-    fused_mlp: Literal["auto", "off"] = opt("auto", "ReLU squared within the matrix product before it; auto: on Hopper")
+    fused_mlp: Literal["auto", "off"] = opt("auto", "ReLU squared in the product before it; auto: Hopper, bf16, no recomputation")
     parallel: Literal["owner", "ddp", "zero1", "fsdp2", "fsdp3"] = opt(
         "owner", "several ranks. ddp: all replicated. owner: one rank updates each Muon matrix. zero1: AdamW too. fsdp2, fsdp3: "
         "weights sharded as well, by FSDP2 that keeps or frees them between forward and backward"

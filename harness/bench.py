@@ -29,8 +29,8 @@ from harness.baseline import Run, read_run
 from harness.checkpoints import stalls
 from harness.common import SCHEMA, TRAINER, UserError, read_json
 
-# A short speedrun on 72M tokens. Between saves: 185 steps and one or two validations, 25 s and more; a save beside training took
-# up to 24 s.
+# A short speedrun on 72M tokens. Between saves: 185 steps and one or two validations, 23 to 24 s; a save beside training took up
+# to 24 s.
 SPEEDRUN_FLAGS = (
     "--batch-tokens 65536 --micro-batch 64 --max-steps 1100 --val-every 110 --val-tokens 1835008 --epochs 2 "
     "--muon-lr 0.02 --muon-momentum-warmup 300 --head-lr 0.01 --beta1 0.65 --checkpoint-every 185"
