@@ -965,6 +965,7 @@ if triton is not None:
             # e5m2 is the upper byte of fp16; rounded to the nearest, or to even. (Triton 3.6 packs its own cast wrongly.)
             half = tl.where(real & (target >= 0), grad * unit, 0.0).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
             byte = ((half + 0x7F + ((half >> 8) & 1)) >> 8) & 0xFF
+            byte = tl.where((half & 0x7FFF) > 0x7C00, 0x7E, byte)  # NaN, which rounding would carry over into a zero
             tl.store(g_ptr + row[:, None] * width + col[None, :], byte.to(tl.uint8), mask=inside)
             packed |= byte << (8 * i)
         tl.store(packed_ptr + col.to(tl.int64)[None, :] * (N // 4) + four[:, None], packed, mask=inside)

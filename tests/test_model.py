@@ -500,6 +500,14 @@ for dtype, unit in ((torch.float32, 3e-6), (torch.bfloat16, 2**-7)):  # the inte
                 assert (got[:, :5000] - z64.grad).norm() < 0.1 * z64.grad.norm()
                 assert torch.equal(g.float().T, gt.float()) and not got[:, 5000:].any() and not got[targets < 0].any()
 
+z, lse, targets = torch.zeros(4, 128), torch.zeros(4), torch.zeros(4, dtype=torch.int64)
+z.view(torch.int32)[1, 5] = 0x7FFFFFFF  # the NaN that a device's conversions make
+g, gt = (torch.zeros(shape, dtype=torch.float8_e5m2) for shape in ((4, 128), (128, 4)))
+train_gpt2._fp8_gradient_kernel[(1, 1)](
+    z, targets, lse, g.view(torch.uint8), gt.view(torch.int32), 0.0, 4, 128, 128, train_gpt2.FP8_UNIT,
+    HAS_CAP=False, FAST=False, ROWS=1, COLS=128, num_warps=4)
+assert g.float().isnan().nonzero().tolist() == [[1, 5]] and gt.float().isnan().nonzero().tolist() == [[5, 1]]
+
 from triton.tools.tensor_descriptor import TensorDescriptor
 def tiles(t, *shape):
     return TensorDescriptor.from_tensor(t, list(shape))
