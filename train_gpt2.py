@@ -180,7 +180,7 @@ class Config:
     attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex", "fa3", "fa4"] = opt(
         "auto", "SDPA backend, FlexAttention, or an installed FlashAttention-3 or -4; auto: the fastest SDPA backend that works"
     )
-    fused_mlp: Literal["auto", "off"] = opt("auto", "ReLU squared in the product before it; auto: Hopper, bf16, no recomputation")
+    fused_mlp: Literal["auto", "off"] = opt("auto", "ReLU squared in the product before it; auto: on Hopper, in bf16")
     parallel: Literal["owner", "ddp", "zero1", "fsdp2", "fsdp3"] = opt(
         "owner", "several ranks. ddp: all replicated. owner: one rank updates each Muon matrix. zero1: AdamW too. fsdp2, fsdp3: "
         "weights sharded as well, by FSDP2 that keeps or frees them between forward and backward"
@@ -315,8 +315,6 @@ def check_config(cfg: Config) -> None:
         raise UserError("--reduce-precision bf16 goes with --parallel owner, zero1, fsdp2 or fsdp3, not with ddp")
     if cfg.head_precision != "same" and (cfg.n_embd % 16 or cfg.padded_vocab % 16):
         raise UserError(f"--head-precision {cfg.head_precision} needs --n-embd and --padded-vocab that are multiples of 16")
-    if cfg.head_precision == "fp8-all" and cfg.micro_batch * cfg.seq_len % 16:
-        raise UserError("--head-precision fp8-all needs --micro-batch times --seq-len that is a multiple of 16")
     if cfg.key_offset and cfg.position != "rotary":
         raise UserError(f"--key-offset needs --position rotary, not {cfg.position}; or leave it out by --key-offset false")
     if cfg.tied_steps and cfg.tied_head:
@@ -703,7 +701,7 @@ def selective_contexts() -> Any:
     aten = torch.ops.aten
     linear = {aten.mm, aten.addmm}
     keep = {*get_default_op_list().compute_intensive_ops, aten._softmax, aten._safe_softmax}
-    keep |= {torch.ops.higher_order.flex_attention, torch.ops.torch_attn._varlen_attn}
+    keep |= {torch.ops.higher_order.flex_attention, torch.ops.torch_attn._varlen_attn, torch.ops.gpt2_harness.relu2_mlp}
     names = [name for name in dir(aten) if name.startswith("_scaled_dot_product") and not name.endswith("backward")]
     keep |= {getattr(aten, name) for name in names}
     # Forward and recomputation count apart: with one counter, an odd number of products would swap their roles.
@@ -1088,6 +1086,7 @@ class HeadLoss(torch.autograd.Function):
             loss += nll.sum()
             if grad:
                 dw = part if dw is None else dw.add_(part)
+                del part
             del z  # before the next chunk's logits are made
         ctx.save_for_backward(dx, dw)
         return loss
@@ -1101,7 +1100,7 @@ class HeadLoss(torch.autograd.Function):
 def head_nll(x_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab: int, cap: float) -> Tensor:
     """Token losses (N,) fp32 without gradients, from fp32 logits of one small chunk at a time."""
     w = w_VC.to(x_NC.dtype)
-    step = min(HEAD_CHUNK[x_NC.device.type], 16_384)
+    step = HEAD_CHUNK[x_NC.device.type]
     parts = [
         cross_entropy_(_mm_fp32(x, w.T), t, vocab, cap, grad=False)
         for x, t in zip(x_NC.split(step), targets_N.split(step), strict=True)
@@ -1133,14 +1132,14 @@ if triton is not None:
                 if BACK:
                     h *= 2 * tl.sqrt(kept_desc.load([m, at]).to(tl.float32))
                 else:
-                    h = tl.maximum(h, 0.0)
+                    h = tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL)
                     h *= h
                 out_desc.store([m, at], h.to(out_desc.dtype))
 
 
 def fuses_mlp(cfg: Config, x_BTC: Tensor) -> bool:
     """Whether the MLP of these activations is `relu2_mlp`, whose tiles were chosen on Hopper."""
-    wanted = cfg.fused_mlp == "auto" and cfg.activation == "relu2" and not cfg.bias and cfg.recompute == "off"
+    wanted = cfg.fused_mlp == "auto" and cfg.activation == "relu2" and not cfg.bias
     fits = x_BTC.is_cuda and x_BTC.dtype == torch.bfloat16 and x_BTC[..., 0].numel() % 128 == 0 and cfg.n_embd % 64 == 0
     return wanted and fits and triton is not None and torch.cuda.get_device_capability(x_BTC.device)[0] == 9
 
@@ -1184,8 +1183,8 @@ def relu2_mlp_backward(
     return dh_NF @ up_FC, dh_NF.T @ x_NC, dy_NC.T @ h_NF
 
 
-relu2_mlp.register_fake(lambda x, up, down: (torch.empty_like(x), x.new_empty(len(x), len(up))))
-relu2_mlp_backward.register_fake(lambda dy, x, up, down, h: (torch.empty_like(x), torch.empty_like(up), torch.empty_like(down)))
+relu2_mlp.register_fake(lambda x, up, down: (x.new_empty(x.shape), x.new_empty(len(x), len(up))))
+relu2_mlp_backward.register_fake(lambda dy, x, up, down, h: tuple(t.new_empty(t.shape) for t in (x, up, down)))
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -2305,6 +2304,9 @@ class Trainer(Progress):
         if cfg.head_precision != "same" and (not has_fp8 or cfg.precision != "bf16"):
             cfg = dataclasses.replace(cfg, head_precision="same")
             self.say("the head runs in the precision of the rest: fp8 needs bf16 and a device that has it")
+        if cfg.head_precision == "fp8-all" and cfg.micro_batch * cfg.seq_len % 16:
+            cfg = dataclasses.replace(cfg, head_precision="fp8")
+            self.say("of the head the forward product alone is in fp8: the others need --micro-batch times --seq-len in sixteens")
         self.accum = grad_accum_steps(cfg, self.world)
         self.save_group = self.host_group = None
         self.pids = [os.getpid()] * self.world
@@ -2443,9 +2445,6 @@ class Trainer(Progress):
         compiled = cfg.compile == "on" or (cfg.compile == "auto" and self.cuda)
         if cfg.compile_mode != "default" and not compiled:
             raise UserError(f"--compile-mode {cfg.compile_mode}: nothing is compiled here; add --compile on")
-        if compiled and self.cuda:  # Inductor's workers take seconds to start; until then it compiles one kernel after another
-            with contextlib.suppress(ImportError, AttributeError):  # torch's own call, which it makes at the first compilation
-                importlib.import_module("torch._inductor.async_compile").maybe_warm_pool()
         attention, kernel = choose_attention(cfg, device)
         self.peak, self.flops = peak_flops(device, cfg), flops_per_token(cfg)
         self.fingerprint = self.on_rank0(lambda: data_fingerprint(cfg.data))
@@ -2454,6 +2453,9 @@ class Trainer(Progress):
         self.data = {"dir": cfg.data, "fingerprint": self.fingerprint, "dataset": dataset}
         self.protocol = val_protocol(cfg, self.val_stream)
         self.resume_from: Path | None = self.on_rank0(self.prepare_run_dir)
+        if compiled and self.cuda:  # Inductor's workers take seconds to start; until then it compiles one kernel after another
+            with contextlib.suppress(ImportError, AttributeError):  # torch's own call, which it makes at the first compilation
+                importlib.import_module("torch._inductor.async_compile").maybe_warm_pool()
         meta = read_json(self.resume_from / "train_state.json") if self.resume_from else None
         for number in (signal.SIGTERM, signal.SIGINT):
             # Rank 0 decides when to stop; a Ctrl-C reaches every process of the group.

@@ -168,7 +168,13 @@ class Bench:
         forms = {f"head_{p}": functools.partial(head, p) for p in ("same", *(("fp8", "fp8-rows", "fp8-all") if has_fp8 else ()))}
         forms |= {"mlp": functools.partial(hidden, False)}
         forms |= {"mlp_fused": functools.partial(hidden, True)} if fuses_mlp(cfg, x) else {}
-        return {name: Timer("f()", globals={"f": f}).blocked_autorange(min_run_time=1).median * 1000 for name, f in forms.items()}
+        ms = {}
+        for name, f in forms.items():
+            timer = Timer("f()", globals={"f": f}, num_threads=torch.get_num_threads())
+            ms[name] = timer.blocked_autorange(min_run_time=1).median * 1000
+        torch.cuda.empty_cache()
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+        return {"device": name, "torch": torch.__version__, "ms": ms}
 
     def finished(self) -> list[Path]:
         """The speedrun item's runs that came to their end, in the order of the seeds. Raises RuntimeError if there is none."""

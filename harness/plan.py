@@ -197,7 +197,7 @@ def logits_bytes(shape: Shape, micro_batch: int) -> float:
 
 
 def trainer_peak(
-    model: Model, micro_batch: int, ranks: int = 1, sharded: bool = False, hopper: bool = False
+    model: Model, micro_batch: int, ranks: int = 1, sharded: bool = False, gpu: Gpu | None = None
 ) -> float | None:
     """Predicted peak bytes of this trainer on one GPU: at the head, when all activations are kept and the
     logits of a chunk exist in bf16. None for a model whose activations it cannot know."""
@@ -206,10 +206,10 @@ def trainer_peak(
     width, vocab = model.shape.width, model.shape.vocab
     tokens = micro_batch * model.shape.seq_len
     chunk = min(tokens, HEAD_CHUNK)
-    logits = (4 if model.fp8_gradients else 2) * chunk * vocab
+    logits = (4 if model.fp8_gradients and (gpu is None or gpu.fp8) else 2) * chunk * vocab
     head = 6 * vocab * width + 4 * vocab * width * (tokens > chunk)  # 16-bit weight, fp32 gradient, its next part
     copies = 2 * 12 * model.shape.layers * width**2  # 16-bit block weights, kept for the backward
-    kept = model.kept - (KEPT_HIDDEN * model.shape.layers if model.fused_mlp and hopper else 0)
+    kept = model.kept - (KEPT_HIDDEN * model.shape.layers if model.fused_mlp and gpu and gpu.hopper else 0)
     activations = tokens * width * (kept + 4)  # and the head's input with its gradient
     return own_bytes(model, sharded, ranks) + copies + activations + logits + head
 
@@ -573,7 +573,7 @@ def plan_memory(args: argparse.Namespace, model: Model, gpu: Gpu) -> dict[str, A
         "per_layer_fused": activation_bytes(shape, b, "none", False, t) / shape.layers,
     }
     result["logits"] = logits_bytes(shape, b)
-    predicted = functools.partial(trainer_peak, model, hopper=gpu.hopper)
+    predicted = functools.partial(trainer_peak, model, gpu=gpu)
     if (peak := predicted(b)) is not None:
         fits = (m for m in range(4096, 0, -1) if (predicted(m) or 0) <= USABLE * gpu.memory * GB)
         result["trainer"] = {"peak": peak, "largest_micro_batch": next(fits, 0)}

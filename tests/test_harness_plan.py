@@ -327,9 +327,16 @@ def test_peak_against_what_was_measured():
     """docs/log.md, 2026-12-01, one H200, --micro-batch 64: `speedrun`, its head in fp8 and in bf16, both with the fused MLP."""
     from train_gpt2 import RECIPES
 
+    peaks = {}
     for head, measured in (("fp8-all", 26.84e9), ("same", 25.05e9)):
         model = plan.config_model(dataclasses.replace(RECIPES["speedrun"], head_precision=head))
-        assert plan.trainer_peak(model, 64, hopper=True) == pytest.approx(measured, rel=0.10)
+        peaks[head] = plan.trainer_peak(model, 64, gpu=find_gpu("H200"))
+        assert peaks[head] == pytest.approx(measured, rel=0.10)
+    assert peaks["fp8-all"] - peaks["same"] == pytest.approx(26.84e9 - 25.05e9, rel=0.15)
+    plain = plan.config_model(dataclasses.replace(RECIPES["speedrun"], fused_mlp="off"))
+    assert plan.trainer_peak(plain, 64, gpu=find_gpu("H200")) - peaks["fp8-all"] == pytest.approx(31.67e9 - 26.84e9, rel=0.02)
+    fp8 = plan.recipe_model("speedrun", {})
+    assert plan.trainer_peak(fp8, 64, gpu=find_gpu("A100")) == plan.trainer_peak(model, 64), "the head falls back to bf16 there"
 
 
 @pytest.mark.full
@@ -391,8 +398,9 @@ def test_peak_memory_on_a_gpu(recipe, micro_batch, tmp_path: Path):
     measured = short_run(tmp_path, recipe, micro_batch, steps=4)["peak_mem_bytes"]
     import torch
 
-    hopper = torch.cuda.get_device_capability()[0] == 9
-    predicted = plan.trainer_peak(plan.recipe_model(recipe, {}), micro_batch, hopper=hopper)
+    name = torch.cuda.get_device_name().replace(" ", "-")
+    gpu = next((g for g in sorted(GPUS, key=lambda g: -len(g.name)) if g.name in name), None)
+    predicted = plan.trainer_peak(plan.recipe_model(recipe, {}), micro_batch, gpu=gpu)
     print(f"{recipe} --micro-batch {micro_batch}: measured {measured / 1e9:.2f} GB, predicted {predicted / 1e9:.2f} GB")
     assert predicted == pytest.approx(measured, rel=0.10)
 

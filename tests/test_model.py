@@ -253,8 +253,14 @@ class Attentions(TorchDispatchMode):
 
 @pytest.mark.parametrize("how", ["selective", "block"])
 @pytest.mark.parametrize("recipe", list(RECIPES))
-def test_recomputation_changes_no_bit_and_selective_spares_attention(recipe: str, how: str) -> None:
+def test_recomputation_changes_no_bit_and_selective_spares_attention(
+    recipe: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`speedrun` with the fused MLP, in its form on the CPU, of which selective recomputation keeps the result."""
     cfg = tiny(recipe)
+    plain, runs = train_gpt2.relu2_product, list[bool]()
+    monkeypatch.setattr(train_gpt2, "fuses_mlp", lambda cfg, x: recipe == "speedrun")
+    monkeypatch.setattr(train_gpt2, "relu2_product", lambda a, b, kept: (runs.append(kept is not None), plain(a, b, kept))[1])
     idx, targets = random_ids(cfg, 2), random_ids(cfg, 2, seed=2)
     models = [awake(GPT(cfg)) for _ in range(2)]
     for block in models[1].blocks:
@@ -266,6 +272,8 @@ def test_recomputation_changes_no_bit_and_selective_spares_attention(recipe: str
             loss.backward()
         again.append(counted.count)
     assert again == [0, 0 if how == "selective" else cfg.n_layer]
+    if recipe == "speedrun":  # forward products: of both models, and those that were made again
+        assert runs.count(False) == cfg.n_layer * (2 if how == "selective" else 3) and runs.count(True) == cfg.n_layer * 2
     for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert a.grad is not None and torch.equal(a.grad, b.grad), name
     assert torch.equal(models[0].nll(idx, targets), models[1].nll(idx, targets))
@@ -399,6 +407,8 @@ def test_a_head_all_in_fp8_against_float64(cap: float, monkeypatch: pytest.Monke
         assert xs.grad.dtype == torch.bfloat16 and ws.grad.dtype == torch.float32  # type: ignore[union-attr]
         for got, want in ((xs.grad, dx), (ws.grad, dw)):
             assert 0.005 < ((got.double() - want).norm() / want.norm()).item() < 0.1  # type: ignore[union-attr]
+            scale = (got.double() * want).sum() / want.square().sum()  # type: ignore[union-attr]
+            assert scale.item() == pytest.approx(1, rel=0.01), "errors are spread around nothing"
         assert not xs.grad[targets < 0].any() and not ws.grad[200:].any()  # type: ignore[index]
     with torch.no_grad():
         assert HeadLoss.apply(x, w, targets, 200, cap, "fp8-all").item() == pytest.approx(loss.item(), rel=1e-5)
@@ -462,7 +472,7 @@ def test_a_constant_factor_passes_through_and_no_gradient_is_made_without_need()
 
 
 INTERPRETED = """
-import torch, sys
+import math, torch
 import train_gpt2
 assert train_gpt2.triton is not None
 generator = torch.Generator().manual_seed(0)
@@ -508,6 +518,19 @@ train_gpt2._fp8_gradient_kernel[(1, 1)](
     HAS_CAP=False, FAST=False, ROWS=1, COLS=128, num_warps=4)
 assert g.float().isnan().nonzero().tolist() == [[1, 5]] and gt.float().isnan().nonzero().tolist() == [[5, 1]]
 
+# Tiles that reach over the edges, in buffers with one row more than the kernel may touch.
+N, V, vocab = 20, 208, 201
+z, targets = 4 * torch.randn(N, V, generator=generator), torch.randint(vocab, (N,), generator=generator)
+want = torch.softmax(z[:, :vocab].double(), 1) - torch.nn.functional.one_hot(targets, vocab)
+lse = torch.logsumexp(z[:, :vocab], 1) / math.log(2)
+g, gt = (torch.full((rows + 1, columns), 7.0).to(torch.float8_e5m2) for rows, columns in ((N, V), (V, N)))
+train_gpt2._fp8_gradient_kernel[(1, 4)](
+    z, targets, lse, g.view(torch.uint8), gt.view(torch.int32), 0.0, N, vocab, V, train_gpt2.FP8_UNIT,
+    HAS_CAP=False, FAST=False, ROWS=32, COLS=64, num_warps=4)
+got = g.double()[:N] / train_gpt2.FP8_UNIT
+assert (got[:, :vocab] - want).norm() < 0.1 * want.norm() and not got[:, vocab:].any()
+assert torch.equal(g[:N].float().T, gt[:V].float()) and (g[N].float() == 7).all() and (gt[V].float() == 7).all()
+
 from triton.tools.tensor_descriptor import TensorDescriptor
 def tiles(t, *shape):
     return TensorDescriptor.from_tensor(t, list(shape))
@@ -519,6 +542,12 @@ got = torch.empty(M, N).half()
 train_gpt2._relu2_kernel[(3,)](
     tiles(x, 128, 64), tiles(up, 256, 64), tiles(got, 128, 128), tiles(got, 128, 128), M, N, K, BACK=False, **sizes)
 torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=1e-5)
+bad = up.clone()
+bad[3, 5] = math.nan
+spoilt = torch.empty(M, N).half()
+train_gpt2._relu2_kernel[(3,)](
+    tiles(x, 128, 64), tiles(bad, 256, 64), tiles(spoilt, 128, 128), tiles(spoilt, 128, 128), M, N, K, BACK=False, **sizes)
+assert spoilt[:, 3].isnan().all() and spoilt.isnan().sum() == M, "a NaN is no zero"
 kept, back = got.clone(), torch.empty(M, N).half()
 train_gpt2._relu2_kernel[(3,)](
     tiles(x, 128, 64), tiles(down, 64, 256), tiles(kept, 128, 128), tiles(back, 128, 128), M, N, K, BACK=True, **sizes)
