@@ -12,8 +12,8 @@ import json
 import math
 import multiprocessing
 import os
-import signal
 import random
+import signal
 import socket
 import subprocess
 import sys
