@@ -26,7 +26,6 @@ import errno
 import fcntl
 import functools
 import hashlib
-import importlib
 import io
 import itertools
 import json
@@ -212,6 +211,11 @@ class Config:
     def attended(self) -> int:
         """Tokens that attention reaches back over, its own included, if no document starts among them."""
         return min(self.seq_len, self.window or self.seq_len)
+
+    @property
+    def fusable_mlp(self) -> bool:
+        """Whether `relu2_mlp` may be the MLP, where the device suits it."""
+        return self.fused_mlp == "auto" and self.activation == "relu2" and not self.bias
 
     @property
     def masked(self) -> bool:
@@ -886,6 +890,17 @@ if triton is not None:
         return 2 * tl.sigmoid(2 * x) - 1
 
     @triton.jit
+    def _logit_gradient(z, wanted, lse, cap, HAS_CAP: tl.constexpr, FAST: tl.constexpr):
+        """d(loss)/dz of logits, `wanted` being 1 at the target; lse: of the capped logits, to the base 2."""
+        LOG2E: tl.constexpr = 1.4426950408889634
+        if HAS_CAP:
+            t = _tanh(z * (1 / cap), FAST)
+            grad = (tl.exp2(t * (cap * LOG2E) - lse) - wanted) * (1 - t * t)
+        else:
+            grad = tl.exp2(z * LOG2E - lse) - wanted
+        return grad
+
+    @triton.jit
     def _cross_entropy_kernel(
         z_ptr, target_ptr, nll_ptr, lse_ptr, cap, V, width,
         HAS_CAP: tl.constexpr, GRAD: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
@@ -928,11 +943,7 @@ if triton is not None:
             for start in range(0, width, BLOCK):
                 col = start + lane
                 z = tl.load(z_ptr + col, mask=col < V, other=0.0).to(tl.float32)
-                if HAS_CAP:
-                    t = _tanh(z * (1 / cap), FAST)
-                    grad = (tl.exp2(t * (cap * LOG2E) - lse) - tl.where(col == target, 1.0, 0.0)) * (1 - t * t)
-                else:
-                    grad = tl.exp2(z * LOG2E - lse) - tl.where(col == target, 1.0, 0.0)
+                grad = _logit_gradient(z, tl.where(col == target, 1.0, 0.0), lse, cap, HAS_CAP, FAST)
                 grad = tl.where((col < V) & valid, grad, 0.0)
                 tl.store(z_ptr + col, grad.to(z_ptr.dtype.element_ty), mask=col < width)
 
@@ -941,11 +952,10 @@ if triton is not None:
         z_ptr, target_ptr, lse_ptr, g_ptr, packed_ptr, cap, N, V, width, unit,
         HAS_CAP: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     ):  # fmt: skip
-        """One program per tile of 4 ROWS x COLS: the gradient as above, times `unit`, as (N, V) and as (V, N).
+        """One program per tile of 4 ROWS x COLS: the gradient times `unit`, as (N, V) and as (V, N).
 
         The transposed tile goes through shared memory: four rows are packed into a word there, since bytes would be slow.
         """
-        LOG2E: tl.constexpr = 1.4426950408889634
         four, col = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
         real, inside = (col < V)[None, :], (four * 4 < N)[:, None] & (col < width)[None, :]
         packed = tl.zeros((ROWS, COLS), tl.uint32)
@@ -954,12 +964,7 @@ if triton is not None:
             z = tl.load(z_ptr + row[:, None] * width + col[None, :], mask=inside, other=0.0).to(tl.float32)
             lse = tl.load(lse_ptr + row, mask=row < N, other=0.0)[:, None]
             target = tl.load(target_ptr + row, mask=row < N, other=-1)[:, None]
-            wanted = tl.where(col[None, :] == target, 1.0, 0.0)
-            if HAS_CAP:
-                t = _tanh(z * (1 / cap), FAST)
-                grad = (tl.exp2(t * (cap * LOG2E) - lse) - wanted) * (1 - t * t)
-            else:
-                grad = tl.exp2(z * LOG2E - lse) - wanted
+            grad = _logit_gradient(z, tl.where(col[None, :] == target, 1.0, 0.0), lse, cap, HAS_CAP, FAST)
             # e5m2 is the upper byte of fp16; rounded to the nearest, or to even. (Triton 3.6 packs its own cast wrongly.)
             half = tl.where(real & (target >= 0), grad * unit, 0.0).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
             byte = ((half + 0x7F + ((half >> 8) & 1)) >> 8) & 0xFF
@@ -969,18 +974,25 @@ if triton is not None:
         tl.store(packed_ptr + col.to(tl.int64)[None, :] * (N // 4) + four[:, None], packed, mask=inside)
 
 
+def _device_losses(
+    z_NV: Tensor, targets_N: Tensor, vocab: int, cap: float, grad: bool, fast: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Losses and logsumexps (to the base 2) of every token, (N,) fp32 each, by the kernel."""
+    nll_N, lse_N = torch.empty(2, len(z_NV), dtype=torch.float32, device=z_NV.device)
+    _cross_entropy_kernel[(len(z_NV),)](
+        z_NV, targets_N, nll_N, lse_N, cap, vocab, z_NV.size(1), HAS_CAP=cap > 0, GRAD=grad, FAST=fast, BLOCK=1024, num_warps=4
+    )
+    return nll_N, lse_N
+
+
 def cross_entropy_(z_NV: Tensor, targets_N: Tensor, vocab: int, cap: float, grad: bool) -> Tensor:
     """Token losses (N,) fp32 from raw head outputs (N, V padded); with `grad`, z becomes d(sum of losses)/dz in place.
 
     Ids from `vocab` on are masked out; a target of -1 has no loss and no gradient.
     """
-    nll_N = torch.empty(len(z_NV), dtype=torch.float32, device=z_NV.device)
     if z_NV.is_cuda and triton is not None:
-        _cross_entropy_kernel[(len(z_NV),)](
-            z_NV, targets_N, nll_N, torch.empty_like(nll_N), cap, vocab, z_NV.size(1),
-            HAS_CAP=cap > 0, GRAD=grad, FAST=grad, BLOCK=1024, num_warps=4,
-        )  # fmt: skip
-        return nll_N
+        return _device_losses(z_NV, targets_N, vocab, cap, grad, fast=grad)[0]
+    nll_N = torch.empty(len(z_NV), dtype=torch.float32, device=z_NV.device)
     for rows in range(0, len(z_NV), 32):  # few rows at a time stay in the processor's cache
         part, target = z_NV[rows : rows + 32], targets_N[rows : rows + 32]
         z = part[:, :vocab].float()
@@ -1013,12 +1025,9 @@ def cross_entropy_fp8(z_NV: Tensor, targets_N: Tensor, vocab: int, cap: float) -
         nll_N = cross_entropy_(z_NV, targets_N, vocab, cap, grad=True)
         g_NV = (z_NV.float() * FP8_UNIT).to(torch.float8_e5m2)
         return nll_N, g_NV, g_NV.T.contiguous()
-    (N, V), device = z_NV.shape, z_NV.device
-    nll_N, lse_N = torch.empty(2, N, dtype=torch.float32, device=device)
-    _cross_entropy_kernel[(N,)](
-        z_NV, targets_N, nll_N, lse_N, cap, vocab, V, HAS_CAP=cap > 0, GRAD=False, FAST=True, BLOCK=1024, num_warps=4
-    )
-    g_NV, g_VN = (torch.empty(shape, dtype=torch.float8_e5m2, device=device) for shape in ((N, V), (V, N)))
+    nll_N, lse_N = _device_losses(z_NV, targets_N, vocab, cap, grad=False, fast=True)
+    N, V = z_NV.shape
+    g_NV, g_VN = (torch.empty(shape, dtype=torch.float8_e5m2, device=z_NV.device) for shape in ((N, V), (V, N)))
     _fp8_gradient_kernel[(triton.cdiv(N, 128), triton.cdiv(V, 64))](
         z_NV, targets_N, lse_N, g_NV.view(torch.uint8), g_VN.view(torch.int32), cap, N, vocab, V, FP8_UNIT,
         HAS_CAP=cap > 0, FAST=True, ROWS=32, COLS=64, num_warps=8,
@@ -1031,6 +1040,11 @@ def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
+
+
+def has_fp8(device: torch.device, precision: str) -> bool:
+    """Whether fp8 products of activations in this precision run there."""
+    return precision == "bf16" and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def to_fp8(x: Tensor, by_row: bool) -> tuple[Tensor, Tensor]:
@@ -1139,22 +1153,21 @@ if triton is not None:
 
 def fuses_mlp(cfg: Config, x_BTC: Tensor) -> bool:
     """Whether the MLP of these activations is `relu2_mlp`, whose tiles were chosen on Hopper."""
-    wanted = cfg.fused_mlp == "auto" and cfg.activation == "relu2" and not cfg.bias
     fits = x_BTC.is_cuda and x_BTC.dtype == torch.bfloat16 and x_BTC[..., 0].numel() % 128 == 0 and cfg.n_embd % 64 == 0
-    return wanted and fits and triton is not None and torch.cuda.get_device_capability(x_BTC.device)[0] == 9
+    return cfg.fusable_mlp and fits and triton is not None and torch.cuda.get_device_capability(x_BTC.device)[0] == 9
 
 
 def relu2_product(a_MK: Tensor, b: Tensor, kept_MN: Tensor | None) -> Tensor:
     """relu(a @ b.T)^2 for b (N, K). With that as `kept`, the factor of its gradient: (a @ b) * 2 relu(.) for b (K, N)."""
-    back = kept_MN is not None
     if not a_MK.is_cuda:
-        return a_MK @ b * (2 * kept_MN.sqrt()) if kept_MN is not None else F.relu(a_MK @ b.T).square()
+        return F.relu(a_MK @ b.T).square() if kept_MN is None else a_MK @ b * (2 * kept_MN.sqrt())
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    back = kept_MN is not None
     (M, K), N, (BM, BN, BK) = a_MK.shape, b.size(1 if back else 0), (128, 256, 64)
     out_MN = torch.empty(M, N, dtype=a_MK.dtype, device=a_MK.device)
     shapes = [BM, BK], [BK, BN] if back else [BN, BK], [BM, BN // 2], [BM, BN // 2]
-    tensors = a_MK.contiguous(), b.contiguous(), kept_MN if kept_MN is not None else out_MN, out_MN
+    tensors = a_MK.contiguous(), b.contiguous(), out_MN if kept_MN is None else kept_MN, out_MN
     descriptors = [TensorDescriptor.from_tensor(t, shape) for t, shape in zip(tensors, shapes, strict=True)]
     processors = torch.cuda.get_device_properties(a_MK.device).multi_processor_count
     _relu2_kernel[(min(processors, M // BM * (N // BN)),)](
@@ -1163,7 +1176,7 @@ def relu2_product(a_MK: Tensor, b: Tensor, kept_MN: Tensor | None) -> Tensor:
     return out_MN
 
 
-# Operators rather than an autograd.Function, with which torch.compile would keep nothing on disk: 9 s of every start.
+# Operators rather than an autograd.Function, with which torch.compile would find nothing again on disk at the next start.
 @torch.library.custom_op("gpt2_harness::relu2_mlp", mutates_args=())
 def relu2_mlp(x_NC: Tensor, up_FC: Tensor, down_CF: Tensor) -> tuple[Tensor, Tensor]:
     """h @ down.T (N, C) and h = relu(x @ up.T)^2 (N, F), which is for the backward alone and has no gradient itself.
@@ -2300,8 +2313,7 @@ class Trainer(Progress):
         self.train_stream, self.val_stream = check_data(cfg)
         self.rank, self.world, self.device = setup_distributed(cfg)
         self.main, self.cuda = self.rank == 0, self.device.type == "cuda"
-        has_fp8 = self.cuda and torch.cuda.get_device_capability(self.device) >= (8, 9)
-        if cfg.head_precision != "same" and (not has_fp8 or cfg.precision != "bf16"):
+        if cfg.head_precision != "same" and not has_fp8(self.device, cfg.precision):
             cfg = dataclasses.replace(cfg, head_precision="same")
             self.say("the head runs in the precision of the rest: fp8 needs bf16 and a device that has it")
         if cfg.head_precision == "fp8-all" and cfg.micro_batch * cfg.seq_len % 16:
@@ -2454,8 +2466,10 @@ class Trainer(Progress):
         self.protocol = val_protocol(cfg, self.val_stream)
         self.resume_from: Path | None = self.on_rank0(self.prepare_run_dir)
         if compiled and self.cuda:  # Inductor's workers take seconds to start; until then it compiles one kernel after another
-            with contextlib.suppress(ImportError, AttributeError):  # torch's own call, which it makes at the first compilation
-                importlib.import_module("torch._inductor.async_compile").maybe_warm_pool()
+            with contextlib.suppress(ImportError):  # torch's own call, which it makes at the first compilation
+                from torch._inductor.async_compile import maybe_warm_pool
+
+                maybe_warm_pool()
         meta = read_json(self.resume_from / "train_state.json") if self.resume_from else None
         for number in (signal.SIGTERM, signal.SIGINT):
             # Rank 0 decides when to stop; a Ctrl-C reaches every process of the group.

@@ -9,7 +9,6 @@ others go on. Medians and spread over the seeds; nothing here is a claim without
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import shlex
@@ -143,7 +142,7 @@ class Bench:
         import torch
         from torch.utils.benchmark import Timer
 
-        from train_gpt2 import COMPUTE_DTYPE, MLP, HeadLoss, fuses_mlp, parse_args
+        from train_gpt2 import COMPUTE_DTYPE, MLP, HeadLoss, fuses_mlp, has_fp8, parse_args
 
         cfg = parse_args(["speedrun", *shlex.split(f"{SHORT} --micro-batch 64 {self.flags}")])
         device = torch.device("cuda" if cfg.device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -164,17 +163,18 @@ class Bench:
         def hidden(fused: bool) -> None:
             torch.autograd.grad(forward(x, fused), (x, *mlp.parameters()), x.detach())
 
-        has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9) and cfg.precision == "bf16"
-        forms = {f"head_{p}": functools.partial(head, p) for p in ("same", *(("fp8", "fp8-rows", "fp8-all") if has_fp8 else ()))}
-        forms |= {"mlp": functools.partial(hidden, False)}
-        forms |= {"mlp_fused": functools.partial(hidden, True)} if fuses_mlp(cfg, x) else {}
-        ms = {}
-        for name, f in forms.items():
-            timer = Timer("f()", globals={"f": f}, num_threads=torch.get_num_threads())
-            ms[name] = timer.blocked_autorange(min_run_time=1).median * 1000
+        def ms(f: Callable[[Any], None], form: Any) -> float:
+            timer = Timer("f(form)", globals={"f": f, "form": form}, num_threads=torch.get_num_threads())
+            return timer.blocked_autorange(min_run_time=1).median * 1000
+
+        precisions = ["same", *(["fp8", "fp8-rows", "fp8-all"] if has_fp8(device, cfg.precision) else [])]
+        found = {f"head_{precision}": ms(head, precision) for precision in precisions}
+        found["mlp"] = ms(hidden, False)
+        if fuses_mlp(cfg, x):
+            found["mlp_fused"] = ms(hidden, True)
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        return {"device": name, "torch": torch.__version__, "ms": ms}
+        return {"device": name, "torch": torch.__version__, "ms": found}
 
     def finished(self) -> list[Path]:
         """The speedrun item's runs that came to their end, in the order of the seeds. Raises RuntimeError if there is none."""

@@ -126,8 +126,8 @@ def config_model(cfg: Config) -> Model:
     kept += KEPT_OUTSIDE + (KEPT_SMEAR if cfg.smear else 0)
     parameters = parameter_count(cfg)
     shape = Shape(cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.seq_len, cfg.padded_vocab, cfg.window)
-    fp8, fused = cfg.head_precision == "fp8-all", cfg.activation == "relu2" and not cfg.bias and cfg.fused_mlp == "auto"
-    return Model(cfg.recipe, parameters["total"], parameters["matmul"], muon, shape, kept, fp8, fused)
+    fp8 = cfg.head_precision == "fp8-all"
+    return Model(cfg.recipe, parameters["total"], parameters["matmul"], muon, shape, kept, fp8, cfg.fusable_mlp)
 
 
 # ------------------------------------------------------------------------------------------ arithmetic
@@ -196,11 +196,9 @@ def logits_bytes(shape: Shape, micro_batch: int) -> float:
     return 2 * 4 * micro_batch * shape.seq_len * shape.vocab
 
 
-def trainer_peak(
-    model: Model, micro_batch: int, ranks: int = 1, sharded: bool = False, gpu: Gpu | None = None
-) -> float | None:
-    """Predicted peak bytes of this trainer on one GPU: at the head, when all activations are kept and the
-    logits of a chunk exist in bf16. None for a model whose activations it cannot know."""
+def trainer_peak(model: Model, micro_batch: int, ranks: int = 1, sharded: bool = False, gpu: Gpu | None = None) -> float | None:
+    """Predicted peak bytes of this trainer on one GPU (None: the most that it may take on any): at the head, when all
+    activations are kept and the logits of a chunk exist in bf16. None for a model whose activations it cannot know."""
     if model.shape is None or model.kept is None:
         return None
     width, vocab = model.shape.width, model.shape.vocab

@@ -266,9 +266,9 @@ def kill_and_resume(lab: Lab, name: str, argv: Sequence[str], gpus: int = 1, ste
     if kept.exists():
         return read_json(kept)
     every = max(1, steps // 4)
-    argv = [*argv, "--max-steps", str(steps), "--val-every", "0", "--checkpoint-every"]
+    argv = [*argv, "--max-steps", str(steps), "--val-every", "0"]
     # Where saves come faster than they are written a run waits for them: the twin makes two, for their cost, the resume none.
-    twin = lab.train(f"{name}/twin", [*argv, str(max(1, steps // 2))], gpus)
+    twin = lab.train(f"{name}/twin", [*argv, "--checkpoint-every", str(max(1, steps // 2))], gpus)
     record: dict[str, Any] = {}
     for _ in range(3):  # a training of milliseconds a step may be over before the signal reaches it
         record = _kill_once(lab, lab.folder / name / f"broken-{time.time_ns()}", argv, gpus, every, steps)
@@ -286,7 +286,7 @@ def _kill_once(lab: Lab, broken: Path, argv: Sequence[str], gpus: int, every: in
     aim = random.SystemRandom().randint(every + 1, max(every + 1, steps // 2))
     log = broken.with_name(broken.name + ".log")
     record: dict[str, Any] = {"broken": str(broken), "aimed_at": aim}
-    job = lab.start([*argv, str(every), "--run-dir", str(broken)], gpus, log)
+    job = lab.start([*argv, "--checkpoint-every", str(every), "--run-dir", str(broken)], gpus, log)
     try:
         while job.alive() and not (done_steps(broken) >= aim and (broken / "checkpoints" / "latest").exists()):
             time.sleep(0.002)
@@ -297,7 +297,8 @@ def _kill_once(lab: Lab, broken: Path, argv: Sequence[str], gpus: int, every: in
         return record | {"problem": f"the training was over before it could be killed at step {aim}: {last_line(log)}"}
     record["killed_after_step"] = done_steps(broken)
     before = len((broken / "metrics.jsonl").read_text().splitlines())
-    code = lab.start([*argv, "0", "--run-dir", str(broken), "--resume", "newest"], gpus, log).wait()
+    resume = [*argv, "--checkpoint-every", "0", "--run-dir", str(broken), "--resume", "newest"]
+    code = lab.start(resume, gpus, log).wait()
     after = [json.loads(line) for line in (broken / "metrics.jsonl").read_text().splitlines()[before:] if line.strip()]
     again = [row["step"] for row in after if row["kind"] == "train"]
     if code or not again:

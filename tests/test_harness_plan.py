@@ -13,7 +13,7 @@ import pytest
 from harness import plan
 from harness.__main__ import main
 from harness.common import UserError
-from harness.gpus import GPUS, find_gpu
+from harness.gpus import GPUS, Gpu, find_gpu
 
 
 def make(*argv: str) -> dict:
@@ -390,6 +390,12 @@ def short_run(folder: Path, recipe: str, micro_batch: int, steps: int) -> dict:
     return json.loads((folder / "run" / "result.json").read_text())
 
 
+def named_in(device: str) -> Gpu | None:
+    """The GPU of the table whose name a device's own holds, the longest such."""
+    longest_first = sorted(GPUS, key=lambda g: -len(g.name))
+    return next((g for g in longest_first if g.name in device.replace(" ", "-")), None)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("micro_batch", [8, 16, 32])
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
@@ -398,9 +404,7 @@ def test_peak_memory_on_a_gpu(recipe, micro_batch, tmp_path: Path):
     measured = short_run(tmp_path, recipe, micro_batch, steps=4)["peak_mem_bytes"]
     import torch
 
-    name = torch.cuda.get_device_name().replace(" ", "-")
-    gpu = next((g for g in sorted(GPUS, key=lambda g: -len(g.name)) if g.name in name), None)
-    predicted = plan.trainer_peak(plan.recipe_model(recipe, {}), micro_batch, gpu=gpu)
+    predicted = plan.trainer_peak(plan.recipe_model(recipe, {}), micro_batch, gpu=named_in(torch.cuda.get_device_name()))
     print(f"{recipe} --micro-batch {micro_batch}: measured {measured / 1e9:.2f} GB, predicted {predicted / 1e9:.2f} GB")
     assert predicted == pytest.approx(measured, rel=0.10)
 
@@ -412,8 +416,8 @@ def test_hours_on_a_gpu(recipe, tmp_path: Path):
     result = short_run(tmp_path, recipe, 32, steps=80)
     if result["mfu"] is None:
         pytest.skip(f"the peak of {result['device']} is not known")
-    longest_first = sorted(GPUS, key=lambda g: -len(g.name))
-    gpu = next(g for g in longest_first if g.name in result["device"].replace(" ", "-"))
+    gpu = named_in(result["device"])
+    assert gpu is not None
     model = plan.recipe_model(recipe, {})
     predicted = 3600 * plan.hours(model.flops_per_token * result["tokens"], 1, gpu.peak, result["mfu"])
     print(f"{recipe}: measured {result['train_seconds']:.2f} s, predicted {predicted:.2f} s")
